@@ -1,0 +1,98 @@
+"""A loaded target with its draft, or without one: what ``load`` returns and ``generate`` takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_reduce
+
+from .cache import check_rollback
+from .drafts.base import Draft, DraftReport
+from .errors import UnsupportedError
+from .target import Target
+
+
+@dataclass(frozen=True)
+class TargetReport:
+    """What is known of the loaded target. ``parameter_bytes`` counts its weights as they are held in memory."""
+
+    name: str
+    model_type: str
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    parameter_bytes: int
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What was loaded and how it was understood."""
+
+    target: TargetReport
+    draft: DraftReport | None
+
+    def lines(self) -> list[str]:
+        """For people: one line a model."""
+        t = self.target
+        size = f"{t.parameter_bytes / 1e6:,.1f} MB"
+        lines = [f"target {t.name}: {t.model_type}, {t.layers} layers, width {t.hidden_size}, {size}"]
+        if self.draft is not None:
+            d = self.draft
+            lines.append(
+                f"draft {d.path}: {d.family} ({d.dialect}), block {d.block_size}, up to {d.max_depth} tokens a round, "
+                f"taps {list(d.tap_layers)}, head {d.head}, embedding {d.embedding}, {d.dtype}"
+                + (f", {d.quantization}" if d.quantization and d.quantization != "none" else "")
+            )
+            lines += [f"draft, ignored: {what}" for what in d.ignored]
+        return lines
+
+
+class Pair:
+    """A target and its draft. Calling it, and every attribute not listed here, goes to the mlx-lm model, so that it
+    can stand where mlx-lm expects its model.
+
+    Attributes:
+        target: the wrapped mlx-lm model (``pair.target.model`` is the object mlx-lm made).
+        draft: the draft, or ``None``.
+        end_tokens: ids that end a turn, from config, generation config and tokenizer.
+        report: what was loaded.
+    """
+
+    def __init__(self, target: Target, draft: Draft | None = None, *, end_tokens: frozenset[int] = frozenset()) -> None:
+        """Raises UnsupportedError when the target cannot be rolled back, or its taps or head cannot be found."""
+        self.target = target
+        self.draft = draft
+        self.end_tokens = end_tokens
+        if draft is not None:
+            try:
+                check_rollback(target.make_caches())
+            except UnsupportedError as error:
+                raise UnsupportedError(
+                    f"{target.name or target.model_type} ({target.model_type}) cannot run with a draft: {error}"
+                ) from error
+            target.check(draft.tap_layers)
+        self.report = LoadReport(_describe(target), None if draft is None else draft.report)
+
+    @property
+    def has_draft(self) -> bool:
+        return self.draft is not None
+
+    def replace_draft(self, draft: Draft) -> None:
+        """Swap the draft for the requests that start from now on; running ones keep theirs."""
+        self.draft = draft
+        self.report = LoadReport(self.report.target, draft.report)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
+        return self.target.model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "target" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.target.model, name)
+
+
+def _describe(target: Target) -> TargetReport:
+    held = tree_reduce(lambda total, array: total + array.nbytes, target.model.parameters(), 0)
+    return TargetReport(target.name, target.model_type, target.num_layers, target.hidden_size, target.vocab_size, held)

@@ -23,7 +23,7 @@ from .decoding.loop import Decoding, Request
 from .decoding.results import Round, Stats
 from .decoding.text import StopStrings
 from .drafts.registry import load_draft
-from .errors import OptionError
+from .errors import OptionError, UnsupportedError
 from .options import GenerateOptions
 from .pair import Pair
 from .target import Target, end_tokens, load_target
@@ -195,6 +195,11 @@ def _open(
     caches = options.prompt_cache
     reusable = caches is not None
     if caches is None:
+        if options.max_kv_size is not None and hasattr(pair.target.model, "make_cache"):
+            raise UnsupportedError(
+                f"max_kv_size: found {options.max_kv_size} for a {pair.target.model_type} model, which lays out its own "
+                "caches and would ignore it; expected no max_kv_size"
+            )
         caches = pair.target.make_caches(options.max_kv_size)
     held = positions(caches)
     options.kv.check(caches)
@@ -202,7 +207,7 @@ def _open(
     judge = options.judge(speculative=draft is not None)
     session = None
     if draft is not None:
-        check_rollback(caches)
+        _check_rollback(caches, options)
         session = draft.open(pair.target, position=held)
         if held:
             stats.mode_reason = f"the draft knows nothing of the {held} tokens that were already in the prompt cache"
@@ -229,6 +234,15 @@ def _open(
         position=held,
         stats=stats,
     )
+
+
+def _check_rollback(caches: list[Any], options: GenerateOptions) -> None:
+    """The caches of this request, which are not always those the pair was checked with."""
+    try:
+        check_rollback(caches)
+    except UnsupportedError as error:
+        cause = "max_kv_size" if options.max_kv_size is not None else "prompt_cache"
+        raise UnsupportedError(f"{cause}: found with a draft, expected plain decoding; {error}") from error
 
 
 def _effective_draft(pair: Pair, options: GenerateOptions) -> tuple[Any, Stats]:

@@ -148,9 +148,14 @@ class RotatingKind(Kind):
 
     @staticmethod
     def refusal(cache: Any) -> str | None:
-        if cache.keep < cache.max_size:
+        if cache.keep == 0:
             return None
-        return f"keep={cache.keep} leaves no room to rotate in max_size={cache.max_size}"
+        # Taking rows back would be exact. But the mask that goes with a block hides the sinks from its later rows, so
+        # a verified row and a plain step would not see the same past.
+        return (
+            f"keep={cache.keep}: mlx-lm's mask hides the first {cache.keep} rows of such a window from the later rows "
+            "of a block, so several tokens cannot be verified at once"
+        )
 
     def fault(self, rows: int) -> str | None:
         # The layout is what `cut` relies on; a version of mlx-lm that lays rows out otherwise must not go unnoticed.

@@ -197,6 +197,7 @@ class Decoding:
         session = self.session
         assert session is not None
         # Quantising replaces cache objects, so it waits until the last round can no longer be cut shorter.
+        # The last round is final: its transaction lets go of the window it held.
         self._open = None
         self.request.kv.apply(self.caches)
         draft_key, judge_key = self._keys()

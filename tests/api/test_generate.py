@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
 import mlx_lm
 import pytest
+from mlx_lm.utils import load_tokenizer
 
 import mlx_dflash
 from mlx_dflash import OptionError, UnsupportedError, stream_generate
 from mlx_dflash.cache import positions
 from mlx_dflash.pair import Pair
-from tests.api.conftest import Tiny
+from mlx_dflash.target import Target
+from tests import stub_drafts, tiny_models
+from tests.api.conftest import BYTE_VOCAB, Tiny
 
 BUNDLED_PAIR = Path(mlx_dflash.__file__).parent / "data" / "pair"
 PROMPT = "def f(x):"
 TOKENS = 48
+
+
+def load_tokenizer_of(vocab: int) -> Any:
+    with TemporaryDirectory() as folder:
+        tiny_models.save_tokenizer(Path(folder), vocab)
+        return load_tokenizer(Path(folder), eos_token_ids=[1])
 
 
 def tokens_of(responses: list[Any]) -> list[int]:
@@ -291,6 +301,23 @@ def test_a_bad_prompt_is_refused(tiny: Tiny, prompt: list[int], message: str) ->
     """R73: an id outside the table never reaches the device."""
     with pytest.raises(OptionError, match=message):
         stream_generate(tiny.target.model, tiny.tokenizer, prompt)
+
+
+def test_a_bounded_window_with_sinks_runs_plainly_and_is_refused_with_a_draft() -> None:
+    """What mlx-lm makes of ``max_kv_size``: a block's later rows would not see the sinks that a plain step sees."""
+    target = Target(tiny_models.tiny_qwen3(vocab=BYTE_VOCAB))
+    tokenizer = load_tokenizer_of(BYTE_VOCAB)
+    pair = Pair(target, stub_drafts.hostile([0] * 99, vocab_size=BYTE_VOCAB))
+    with pytest.raises(UnsupportedError, match=r"max_kv_size: .*keep=4"):
+        stream_generate(pair, tokenizer, PROMPT, max_kv_size=16)
+    plain = list(stream_generate(pair, tokenizer, PROMPT, max_tokens=30, max_kv_size=16, plain=True))
+    theirs = mlx_lm.stream_generate(target.model, tokenizer, PROMPT, max_tokens=30, max_kv_size=16)
+    assert tokens_of(plain) == tokens_of(list(theirs))
+
+
+def test_a_bound_that_the_models_own_cache_layout_would_ignore_is_refused(tiny: Tiny) -> None:
+    with pytest.raises(UnsupportedError, match="max_kv_size: found 16 for a gemma4_text model, which lays out its own"):
+        stream_generate(tiny.target.model, tiny.tokenizer, PROMPT, max_kv_size=16)
 
 
 def test_xtc_runs_plainly(tiny: Tiny) -> None:

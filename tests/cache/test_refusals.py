@@ -30,7 +30,7 @@ REFUSED = [
     (object(), "cache 2 (object)"),
     (None, "cache 2 (NoneType)"),
     (CacheList(KVCache(), CacheList(KVCache(), ArraysCache(2))), "cache 2[1][1] (ArraysCache)"),
-    (RotatingKVCache(4, keep=4), "cache 2 (RotatingKVCache): keep=4 leaves no room to rotate in max_size=4"),
+    (RotatingKVCache(8, keep=4), "cache 2 (RotatingKVCache): keep=4: mlx-lm's mask hides the first 4 rows"),
 ]
 
 
@@ -50,7 +50,7 @@ def test_a_transaction_over_such_a_cache_does_not_begin(cache: Any) -> None:
         Speculation.begin([KVCache(), cache], 2)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if not getattr(case.fresh(), "keep", 0)], ids=str)
 def test_every_kind_that_can_be_rolled_back_passes(case: Any) -> None:
     check_rollback([case.fresh(), case.fresh()])
 

@@ -29,6 +29,7 @@ def tokenizer(template: Any, *, special: tuple[str, ...] = tuple(WORDS)) -> PreT
 
 
 def test_the_set_is_the_union_of_config_text_config_generation_config_and_tokenizer() -> None:
+    """R31."""
     config = {"model_type": "x", "eos_token_id": 11, "text_config": {"eos_token_id": [12]}}
     assert end_tokens(tokenizer(None), config, {"eos_token_id": [13, 14]}) == {0, 11, 12, 13, 14}
 
@@ -55,6 +56,7 @@ def test_the_folders_own_files_count_because_mlx_lm_replaces_one_id_by_the_other
 def test_a_turn_marker_counts_in_the_families_whose_template_ends_a_turn_with_it(
     model_type: str, template: str, markers: set[str]
 ) -> None:
+    """R31."""
     expected = {ID[marker]: marker for marker in markers}
     assert turn_markers(tokenizer(template), model_type) == expected
     assert end_tokens(tokenizer(template), {"model_type": model_type}) == {0, *expected}

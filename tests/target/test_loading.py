@@ -68,6 +68,7 @@ def test_the_bundled_target_loads_and_passes_its_check() -> None:
 
 
 def test_gemma4_under_its_three_names_gives_the_same_tokens(tmp_path: Path) -> None:
+    """R04."""
     texts = {}
     for name in (None, "gemma4", "gemma4_unified"):
         path = save_model_folder(tiny_gemma4(wrapper=name), None, tmp_path / str(name))
@@ -120,6 +121,7 @@ REMOTE_CODE = {
 
 @pytest.mark.parametrize("where", REMOTE_CODE)
 def test_a_checkpoint_that_names_code_is_refused_and_its_code_does_not_run(where: str, folder: Path) -> None:
+    """R19."""
     file, keys = REMOTE_CODE[where]
     (folder / "evil.py").write_text(code_that_writes(folder / "marker"))
     edit(folder / file, **keys)
@@ -137,6 +139,7 @@ def test_trusted_code_runs(folder: Path) -> None:
 
 
 def test_an_unknown_family_is_named_with_those_that_exist(folder: Path) -> None:
+    """R04."""
     edit(folder / "config.json", model_type="cache")
     with pytest.raises(UnsupportedError) as refusal:
         load_target(folder, name="tiny")

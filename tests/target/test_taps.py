@@ -87,6 +87,7 @@ def test_every_golden_target_passes_its_load_time_check(case: str) -> None:
 
 
 def test_tap_i_is_the_output_of_block_i_and_tap_minus_one_the_embedding() -> None:
+    """R12."""
     model = tiny_llama(layers=5)
     model.model.layers = [AddingBlock(i) for i in range(5)]
     target, ids = Target(model), mx.array([[3, 1, 4]])
@@ -123,6 +124,7 @@ def test_without_taps_there_are_no_features() -> None:
 
 @pytest.mark.parametrize("tap", [-2, 2, 40])
 def test_a_tap_on_a_layer_that_does_not_exist_is_refused_with_both_numbers(tap: int) -> None:
+    """R20."""
     target = Target(tiny_llama(layers=2), name="tiny")
     with pytest.raises(PairingError, match=f"tap layer {tap}: found a target of 2 layers .tiny., expected -1 .. 1"):
         target.check((0, tap))

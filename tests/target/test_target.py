@@ -86,6 +86,7 @@ def test_a_quantised_target_keeps_its_weights_quantised() -> None:
 
 
 def test_wrapping_and_checking_copies_no_weight() -> None:
+    """R68."""
     model = tiny_gemma4()
     before = {name: id(array) for name, array in tree_flatten(model.parameters())}
     Target(model).check((0, 1))
@@ -98,6 +99,7 @@ def test_wrapping_and_checking_copies_no_weight() -> None:
 
 
 def test_no_class_and_no_instance_of_the_library_is_changed_by_a_tapped_forward() -> None:
+    """R71."""
     model = tiny_llama()
     before, original_call = classes(model), llama.TransformerBlock.__call__
     target = Target(model)
@@ -126,6 +128,7 @@ class RaisingCaches(list[Any]):
 
 
 def test_two_targets_on_one_model_and_two_models_interleave_without_seeing_each_other() -> None:
+    """R71."""
     shared = tiny_qwen3()
     targets = [Target(shared), Target(shared), Target(tiny_qwen3(seed=1))]
     taps = [(0,), (-1, 1), (0, 1)]
@@ -149,6 +152,7 @@ def decode(target: Target, taps: tuple[int, ...], count: int) -> list[int]:
 
 
 def test_a_target_made_in_one_thread_works_in_another() -> None:
+    """R60."""
     target, said = Target(tiny_gemma4()), []
     target.check((0,))
     worker = threading.Thread(target=lambda: said.extend(decode(target, (0, 1), 6)))
@@ -159,6 +163,7 @@ def test_a_target_made_in_one_thread_works_in_another() -> None:
 
 @pytest.mark.parametrize(("ids", "place"), [([64], 0), ([3, -1], 1), ([0, 63, 1 << 40], 2)])
 def test_a_token_id_outside_the_table_is_refused_with_its_place(ids: list[int], place: int) -> None:
+    """R73."""
     target = Target(tiny_llama(), name="tiny")
     with pytest.raises(OptionError, match=rf"token id {ids[place]} at position {place}: expected 0 \.\. 63"):
         target.validate_ids(ids)

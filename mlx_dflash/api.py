@@ -197,8 +197,8 @@ def _open(
     if caches is None:
         if options.max_kv_size is not None and hasattr(pair.target.model, "make_cache"):
             raise UnsupportedError(
-                f"max_kv_size: found {options.max_kv_size} for a {pair.target.model_type} model, which lays out its own "
-                "caches and would ignore it; expected no max_kv_size"
+                f"max_kv_size: found {options.max_kv_size} for a {pair.target.model_type} model, which lays out its "
+                "own caches and would ignore it; expected no max_kv_size"
             )
         caches = pair.target.make_caches(options.max_kv_size)
     held = positions(caches)

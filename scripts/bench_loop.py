@@ -17,11 +17,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_map
+import numpy as np
+from mlx.utils import tree_map
 from mlx_lm.generate import generate_step
 from mlx_lm.models import qwen3
 
@@ -169,7 +172,7 @@ def decoding(pair: Pair, prompt: list[int], tokens: int, depth: int, parts: Part
     session: Any = None if draft is None else draft.open(target)
     if parts is not None:
         target, session = TimedTarget(target, parts), TimedSession(session, parts)
-    request = Request(prompt, tokens, frozenset(), GreedyJudge(), FixedDepth(depth))
+    request = Request(prompt, tokens, pair.end_tokens, GreedyJudge(), FixedDepth(depth))
     return Decoding(
         target,
         pair.target.make_caches(),
@@ -207,8 +210,10 @@ def timed(steps: Callable[[], Iterator[int]]) -> Timing:
 
 
 def mlx_lm_steps(pair: Pair, prompt: list[int], tokens: int) -> Iterator[int]:
-    for _ in generate_step(mx.array(prompt), pair.target.model, max_tokens=tokens):
+    for token, _ in generate_step(mx.array(prompt), pair.target.model, max_tokens=tokens):
         yield 1
+        if token in pair.end_tokens:
+            return
 
 
 def our_steps(pair: Pair, prompt: list[int], tokens: int, depth: int, parts: Parts | None = None) -> Iterator[int]:
@@ -237,14 +242,15 @@ def bench(name: str, pair: Pair, prompt: list[int], tokens: int, depth: int, rep
         for way in names[shift:] + names[:shift]:
             found[way].append(timed(ways[way]))
         parts = Parts()
-        timed(lambda parts=parts: our_steps(pair, prompt, tokens, depth, parts))
+        timed(partial(our_steps, pair, prompt, tokens, depth, parts))
         # The first verify entries are prefill chunks; one draft entry a round says how many are rounds.
         rounds = len(parts.draft)
         draft, verify = statistics.median(parts.draft), statistics.median(parts.verify[-rounds:])
         last = found["speculative"][-1]
         a_round = last.seconds / last.rounds
         overheads.append((a_round - draft - verify) / a_round)
-        draft_ms.append(draft * 1e3), verify_ms.append(verify * 1e3), round_ms.append(a_round * 1e3)
+        for series, seconds in ((draft_ms, draft), (verify_ms, verify), (round_ms, a_round)):
+            series.append(seconds * 1e3)
     return report(name, pair, found, overheads, (draft_ms, verify_ms, round_ms))
 
 
@@ -280,15 +286,15 @@ def report(
 
 def bundled(options: argparse.Namespace) -> list[tuple[str, str]]:
     pair, tokenizer = mlx_dflash.load()
-    prompt = list(tokenizer.encode("def fibonacci("))
+    prompt = list(tokenizer.encode("def is_prime(n"))
     return bench("bundled", pair, prompt, options.tokens, options.depth or 15, options.repeat)
 
 
 def large(options: argparse.Namespace) -> list[tuple[str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         pair = large_pair(Path(folder))
-        held = sum(a.nbytes for _, a in tree_flatten(pair.target.model.parameters()))
-        prompt = [int(t) for t in mx.random.randint(10, VOCAB, (64,), key=mx.random.key(1)).tolist()]
+        held = pair.report.target.parameter_bytes
+        prompt = np.array(mx.random.randint(10, VOCAB, (64,), key=mx.random.key(1))).tolist()
         rows = bench("large", pair, prompt, max(options.tokens // 3, 16), options.depth or 15, options.repeat)
         return [("large: target weights", f"{held / 1e6:.0f} MB"), *rows]
 
@@ -306,7 +312,7 @@ def main() -> None:
     if options.pair != "bundled":
         rows += large(options)
     width = max(len(label) for label, _ in rows)
-    print(f"mlx {mx.__version__} on {mx.default_device()}, medians of {options.repeat} interleaved repetitions\n")
+    print(f"mlx {version('mlx')} on {mx.default_device()}, medians of {options.repeat} interleaved repetitions\n")
     for label, value in rows:
         print(f"{label:<{width}}  {value}")
 

@@ -235,7 +235,10 @@ def bench(name: str, pair: Pair, prompt: list[int], tokens: int, depth: int, rep
     for steps in ways.values():
         timed(steps)
     found: dict[str, list[Timing]] = {way: [] for way in ways}
-    overheads, draft_ms, verify_ms, round_ms = [], [], [], []
+    overheads: list[float] = []
+    draft_ms: list[float] = []
+    verify_ms: list[float] = []
+    round_ms: list[float] = []
     names = list(ways)
     for repetition in range(repeat):
         shift = repetition % len(names)

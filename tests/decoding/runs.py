@@ -30,8 +30,8 @@ TARGETS: dict[str, Callable[[], nn.Module]] = {
     "gemma4": lambda: tiny_models.tiny_gemma4(layers=3, vocab=VOCAB, window=WINDOW),
     "gemma4_shared_kv": lambda: tiny_models.tiny_gemma4(layers=5, vocab=VOCAB, window=WINDOW, kv_shared=2),
     "gpt_oss": lambda: tiny_models.tiny_gpt_oss(layers=2, vocab=VOCAB, window=WINDOW),
-    "all_sliding": lambda: tiny_models.tiny_llama(
-        layers=2, vocab=VOCAB, sliding_window=WINDOW, layer_types=["sliding_attention", "sliding_attention"]
+    "all_sliding": lambda: tiny_models.tiny_gemma4(
+        layers=2, vocab=VOCAB, window=WINDOW, layer_types=["sliding_attention", "sliding_attention"]
     ),
     # head_dim 32, which quantised caches need
     "wide": lambda: tiny_models.tiny_llama(layers=2, hidden=128, vocab=VOCAB),

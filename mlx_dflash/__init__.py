@@ -1,6 +1,6 @@
 """Lossless speculative decoding with DFlash-family drafts on MLX."""
 
-from .api import GenerationResponse, generate, load, stream_generate
+from .api import generate, load, stream_generate
 from .comparison import Comparison, compare
 from .errors import (
     CheckpointError,
@@ -11,6 +11,7 @@ from .errors import (
     PairingError,
     UnsupportedError,
 )
+from .responses import GenerationResponse
 
 __version__ = "0.1.0"
 

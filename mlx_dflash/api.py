@@ -8,16 +8,14 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from . import hub
-from .cache import check_rollback, positions
+from .cache import check_rollback
 from .decoding.depth import FixedDepth
 from .decoding.loop import Decoding, Request
 from .decoding.results import Round, Stats
@@ -25,52 +23,10 @@ from .decoding.text import StopStrings
 from .drafts.registry import load_draft
 from .errors import OptionError, UnsupportedError
 from .options import GenerateOptions
-from .pair import Pair
+from .pair import Pair, check_can_speculate
+from .prompts import check_prompt_cache, encode_prompt, held_positions
+from .responses import Clock, GenerationResponse, TokenText
 from .target import Target, end_tokens, load_target
-
-
-@dataclass(frozen=True)
-class GenerationResponse:
-    """One token of a text, as mlx-lm's class of the same name, and how it came about.
-
-    Attributes:
-        text: what this token adds to the text, possibly empty.
-        token: its id.
-        from_draft: the draft proposed it and the target accepted it; false for every token of the target's own.
-        prompt_tokens, generation_tokens: counts; ``generation_tokens`` includes a closing stop token.
-        prompt_tps, generation_tps: tokens a second, of prefill and of decoding.
-        peak_memory: in GB, since the process started or ``mx.reset_peak_memory`` was called.
-        finish_reason: ``"stop"`` or ``"length"`` on the last response, else ``None``.
-        mode: ``"speculative"`` or ``"plain"``: what is really happening.
-        mode_reason: why it is plain, or what narrows speculation; ``None`` otherwise.
-        depth: tokens proposed a round when nothing limits it.
-        acceptance_length: mean tokens committed by a round so far, the target's own included; 1.0 is plain decoding.
-        rounds: forward passes of the target so far, prefill not counted.
-        drafted: tokens proposed so far.
-    """
-
-    text: str
-    token: int
-    from_draft: bool
-    prompt_tokens: int
-    prompt_tps: float
-    generation_tokens: int
-    generation_tps: float
-    peak_memory: float
-    finish_reason: str | None
-    mode: str
-    mode_reason: str | None
-    depth: int
-    acceptance_length: float
-    rounds: int
-    drafted: int
-    _logprobs: mx.array
-    _row: int
-
-    @property
-    def logprobs(self) -> mx.array:
-        """``[V]``: the target's log-probabilities this token was chosen from, after logits processors."""
-        return self._logprobs[self._row]
 
 
 def load(
@@ -106,7 +62,7 @@ def load(
         raise OptionError(f"draft_bits: found {draft_bits!r}, expected 4 or 8")
     if target is None:
         target, draft = hub.BUNDLED_TARGET, draft or hub.BUNDLED_DRAFT
-    target_path = hub.resolve(str(target), role="target", progress=progress)
+    target_path = hub.resolve(str(target), role="target", progress=progress, trust_remote_code=trust_remote_code)
     # Both are looked up before either is loaded: a missing draft should not cost the time of loading a target.
     draft_path = None if draft is None else hub.resolve(str(draft), role="draft", progress=progress)
     model, tokenizer, config = load_target(
@@ -120,9 +76,12 @@ def load(
     wrapped = Target(model, name=str(target), tokenizer=tokenizer)
     loaded = None
     if draft_path is not None:
+        check_can_speculate(wrapped)
         loaded = load_draft(draft_path, wrapped, bits=draft_bits, dtype=draft_dtype, tokenizer=tokenizer)
     elif draft_bits is not None or draft_dtype is not None:
         raise OptionError("draft_bits and draft_dtype: found without a draft, expected a draft to apply them to")
+    elif not lazy:
+        wrapped.check_runs()
     return Pair(wrapped, loaded, end_tokens=end_tokens(tokenizer, config, target_path)), tokenizer
 
 
@@ -158,7 +117,9 @@ def stream_generate(
         **options: fields of :class:`mlx_dflash.options.GenerateOptions`: ``temp``, ``top_p``, ``seed``, ``depth``,
             ``stop``, ``logits_processors``, ``prompt_cache``, ...
 
-    Closing the iterator early is a cancel: a ``prompt_cache`` then holds exactly the prompt and the tokens yielded.
+    Closing the iterator early is a cancel, and an error of a callback ends the text too: a ``prompt_cache`` then holds
+    exactly the prompt and the tokens yielded (with the one that ``on_token`` was called with, if that is what failed).
+    A prefill that does not end leaves the chunks it did. Before the first ``next`` nothing happens to it at all.
 
     Raises:
         MlxDflashError: for bad options, before the first token.
@@ -169,23 +130,9 @@ def stream_generate(
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     pair = model if isinstance(model, Pair) else Pair(Target(model, tokenizer=tokenizer))
-    ids = _encode(pair, tokenizer, prompt)
+    ids = encode_prompt(pair.target, tokenizer, prompt)
     decoding = _open(pair, tokenizer, ids, max_tokens, parsed)
-    return _stream(pair, decoding, _Text(tokenizer, StopStrings(parsed.stops)), parsed)
-
-
-def _encode(pair: Pair, tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.array) -> list[int]:
-    if isinstance(prompt, str):
-        special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
-        ids = list(tokenizer.encode(prompt, add_special_tokens=special))
-    elif isinstance(prompt, mx.array):
-        ids = np.array(prompt.reshape(-1).astype(mx.int32)).tolist()
-    else:
-        ids = [int(token) for token in prompt]
-    if not ids:
-        raise OptionError("prompt: found no tokens, expected at least one")
-    pair.target.validate_ids(ids)
-    return ids
+    return _stream(pair, decoding, TokenText(tokenizer, StopStrings(parsed.stops)), parsed)
 
 
 def _open(
@@ -201,9 +148,12 @@ def _open(
                 "own caches and would ignore it; expected no max_kv_size"
             )
         caches = pair.target.make_caches(options.max_kv_size)
-    held = positions(caches)
+    else:
+        check_prompt_cache(caches, pair.target)
     options.kv.check(caches)
     draft, stats = _effective_draft(pair, options)
+    # Only a draft asks where the sequence stands, and only caches that roll back are sure to count in one way.
+    held = 0 if draft is None else held_positions(caches)
     judge = options.judge(speculative=draft is not None)
     session = None
     if draft is not None:
@@ -264,31 +214,10 @@ def _effective_draft(pair: Pair, options: GenerateOptions) -> tuple[Any, Stats]:
     return draft, Stats("speculative", depth=options.depth or draft.max_depth)
 
 
-class _Text:
-    """Token ids in, text out: mlx-lm's streaming detokeniser with stop strings behind it."""
-
-    def __init__(self, tokenizer: TokenizerWrapper, stops: StopStrings) -> None:
-        self._detokenizer = tokenizer.detokenizer
-        self._stops = stops
-
-    def push(self, token: int) -> str:
-        self._detokenizer.add_token(token)
-        return self._stops.push(self._detokenizer.last_segment)
-
-    def finish(self) -> str:
-        """The last text; may still complete a stop string."""
-        self._detokenizer.finalize()
-        return self._stops.push(self._detokenizer.last_segment) + self._stops.flush()
-
-    @property
-    def stopped(self) -> bool:
-        return self._stops.matched is not None
-
-
-def _stream(pair: Pair, decoding: Decoding, text: _Text, options: GenerateOptions) -> Iterator[GenerationResponse]:
+def _stream(pair: Pair, decoding: Decoding, text: TokenText, options: GenerateOptions) -> Iterator[GenerationResponse]:
     started = time.perf_counter()
     kept = 0
-    clock = _Clock(len(decoding.request.prompt))
+    clock = Clock(len(decoding.request.prompt))
     try:
         decoding.prefill()
         for outcome in decoding.rounds():
@@ -306,7 +235,9 @@ def _stream(pair: Pair, decoding: Decoding, text: _Text, options: GenerateOption
         _answer_parking(pair, decoding)
 
 
-def _take(text: _Text, token: int, outcome: Round, is_last: bool, options: GenerateOptions) -> tuple[str, str | None]:
+def _take(
+    text: TokenText, token: int, outcome: Round, is_last: bool, options: GenerateOptions
+) -> tuple[str, str | None]:
     """One kept token: its text, and whether anything ends here."""
     finish = outcome.finish_reason if is_last else None
     piece = "" if finish == "stop" else text.push(token)
@@ -316,44 +247,6 @@ def _take(text: _Text, token: int, outcome: Round, is_last: bool, options: Gener
     if finish and not text.stopped:
         piece += text.finish()
     return piece, finish
-
-
-class _Clock:
-    """Rates as mlx-lm states them: prefill ends with the first round, decoding starts there."""
-
-    def __init__(self, prompt_tokens: int) -> None:
-        self._prompt_tokens = prompt_tokens
-        self._prompt_tps = 0.0
-        self._first: float | None = None
-        self._tokens = 0
-
-    def round_done(self, started: float) -> None:
-        if self._first is None:
-            self._first = time.perf_counter()
-            self._prompt_tps = self._prompt_tokens / max(self._first - started, 1e-9)
-
-    def response(self, stats: Stats, outcome: Round, index: int, text: str, finish: str | None) -> GenerationResponse:
-        self._tokens += 1
-        elapsed = max(time.perf_counter() - (self._first or 0.0), 1e-9)
-        return GenerationResponse(
-            text=text,
-            token=outcome.tokens[index],
-            from_draft=index < outcome.accepted,
-            prompt_tokens=self._prompt_tokens,
-            prompt_tps=self._prompt_tps,
-            generation_tokens=self._tokens,
-            generation_tps=self._tokens / elapsed,
-            peak_memory=mx.get_peak_memory() / 1e9,
-            finish_reason=finish,
-            mode=stats.mode,
-            mode_reason=stats.mode_reason,
-            depth=stats.depth,
-            acceptance_length=stats.acceptance_length,
-            rounds=stats.rounds,
-            drafted=stats.drafted,
-            _logprobs=outcome.logprobs,
-            _row=index,
-        )
 
 
 def _answer_parking(pair: Pair, decoding: Decoding) -> None:

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .api import GenerationResponse, stream_generate
+from .api import stream_generate
 from .errors import OptionError, UnsupportedError
 from .pair import Pair
+from .responses import GenerationResponse
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.sample_utils import make_sampler
 
+from .checks import require_boolean, require_callable, require_integer, require_number
 from .decoding.acceptance import ExternalJudge, GreedyJudge, Judge, RejectionJudge
 from .decoding.loop import KVQuantization
 from .decoding.sampling import ExternalSampler, Filters, LogitsProcessor, build_processors
@@ -20,6 +21,8 @@ _MLX_LM_ONLY = {
     "draft_model": "give the draft to load(target, draft=...)",
     "num_draft_tokens": "use depth=",
     "input_embeddings": "this package decodes text prompts",
+    "image": "images are not read; of a model with an image tower only the text model runs",
+    "images": "images are not read; of a model with an image tower only the text model runs",
 }
 
 
@@ -35,7 +38,8 @@ class GenerateOptions:
             distribution is not known row by row).
         seed: repeats a sampled text for the same model, settings and depth, across runs and processes. It does not
             make a speculative text equal the plain one: both follow the same distribution with other random numbers.
-            ``None`` draws one from MLX's global generator, which ``mx.random.seed`` controls.
+            ``None`` draws one from MLX's global generator, which ``mx.random.seed`` controls. Refused with ``sampler``
+            and with XTC, which draw from that generator themselves.
         sampler: mlx-lm sampler, ``logprobs [rows, V] -> tokens [rows]``, instead of ``temp`` and its companions.
         logits_processors: mlx-lm processors; they run after the penalties built from the options below.
         logit_bias: token id -> added logit.
@@ -72,7 +76,7 @@ class GenerateOptions:
     presence_context_size: int = 20
     frequency_penalty: float | None = None
     frequency_context_size: int = 20
-    stop: str | Sequence[str] = ()
+    stop: str | Sequence[str] | None = ()
     on_token: Callable[[int], Any] | None = None
     prompt_cache: list[Any] | None = None
     max_kv_size: int | None = None
@@ -84,18 +88,47 @@ class GenerateOptions:
     sample_draft: bool = False
 
     def __post_init__(self) -> None:
-        for name, low in (("prefill_step_size", 1), ("max_kv_size", 1), ("quantized_kv_start", 0), ("depth", 0)):
+        self._check_types()
+        if self.sampler is not None:
+            if self.filters != Filters() or self.xtc_probability > 0:
+                raise OptionError(
+                    "sampler: found together with temp, top_p, min_p, top_k or xtc_probability, expected one or the "
+                    "other"
+                )
+            self._refuse_seed("sampler, a function that draws its own numbers")
+        elif self.xtc_probability > 0 and not self.filters.greedy:
+            self._refuse_seed("xtc_probability, whose mlx-lm sampler draws from MLX's global generator")
+
+    def _check_types(self) -> None:
+        for name, low in (("prefill_step_size", 1), ("quantized_kv_start", 0)):
+            require_integer(name, getattr(self, name), low)
+        for name, low in (("max_kv_size", 1), ("depth", 0)):
+            if getattr(self, name) is not None:
+                require_integer(name, getattr(self, name), low)
+        for name in ("plain", "sample_draft"):
+            require_boolean(name, getattr(self, name))
+        for name in ("sampler", "on_token", "prompt_progress_callback"):
+            if getattr(self, name) is not None:
+                require_callable(name, getattr(self, name))
+        for name, choices in (("kv_bits", (None, 2, 3, 4, 5, 6, 8)), ("kv_group_size", (32, 64, 128))):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
-                raise OptionError(f"{name}: found {value!r}, expected a whole number of {low} or more")
-        if self.kv_bits not in (None, 2, 3, 4, 5, 6, 8):
-            raise OptionError(f"kv_bits: found {self.kv_bits!r}, expected one of 2, 3, 4, 5, 6, 8")
-        if self.kv_group_size not in (32, 64, 128):
-            raise OptionError(f"kv_group_size: found {self.kv_group_size!r}, expected one of 32, 64, 128")
-        if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 2**64):
-            raise OptionError(f"seed: found {self.seed!r}, expected a whole number of 0 or more")
-        if self.sampler is not None and self.filters != Filters():
-            raise OptionError("sampler: found together with temp, top_p, min_p or top_k, expected one or the other")
+            if value not in choices or isinstance(value, float):
+                listed = ", ".join(str(choice) for choice in choices if choice is not None)
+                raise OptionError(f"{name}: found {value!r}, expected one of {listed}")
+        if self.seed is not None and not (type(self.seed) is int and 0 <= self.seed < 2**64):
+            raise OptionError(f"seed: found {self.seed!r}, expected a whole number of 0 or more, below 2**64")
+        if not isinstance(self.logits_processors, (Sequence, type(None))) or isinstance(self.logits_processors, str):
+            raise OptionError(f"logits_processors: found {self.logits_processors!r}, expected a list of functions")
+        for index, processor in enumerate(self.logits_processors or ()):
+            require_callable(f"logits_processors[{index}]", processor)
+        require_number("xtc_probability", self.xtc_probability, 0.0, 1.0)
+        require_number("xtc_threshold", self.xtc_threshold, 0.0, 0.5)
+        _ = self.filters, self.stops  # which check themselves, also where nothing uses them
+
+    def _refuse_seed(self, generator: str) -> None:
+        """A seed that reaches nobody would be believed to repeat the text."""
+        if self.seed is not None:
+            raise OptionError(f"seed: found together with {generator}; expected mx.random.seed for it, or no seed")
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> GenerateOptions:
@@ -122,7 +155,11 @@ class GenerateOptions:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if self.stop is None or isinstance(self.stop, str):
+            return () if self.stop is None else (self.stop,)
+        if not isinstance(self.stop, Sequence) or isinstance(self.stop, bytes):
+            raise OptionError(f"stop: found {type(self.stop).__name__}, expected a string or a list of strings")
+        return tuple(self.stop)
 
     @property
     def kv(self) -> KVQuantization:

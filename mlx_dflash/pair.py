@@ -16,7 +16,8 @@ from .target import Target
 
 @dataclass(frozen=True)
 class TargetReport:
-    """What is known of the loaded target. ``parameter_bytes`` counts its weights as they are held in memory."""
+    """What is known of the loaded target; a size is 0 where a model of an unknown structure does not say it.
+    ``parameter_bytes`` counts its weights as they are held in memory."""
 
     name: str
     model_type: str
@@ -37,7 +38,8 @@ class LoadReport:
         """For people: one line a model."""
         t = self.target
         size = f"{t.parameter_bytes / 1e6:,.1f} MB"
-        lines = [f"target {t.name}: {t.model_type}, {t.layers} layers, width {t.hidden_size}, {size}"]
+        width = f"width {t.hidden_size}, " if t.hidden_size else ""
+        lines = [f"target {t.name}: {t.model_type}, {t.layers} layers, {width}{size}"]
         if self.draft is not None:
             d = self.draft
             lines.append(
@@ -61,17 +63,13 @@ class Pair:
     """
 
     def __init__(self, target: Target, draft: Draft | None = None, *, end_tokens: frozenset[int] = frozenset()) -> None:
-        """Raises UnsupportedError when the target cannot be rolled back, or its taps or head cannot be found."""
+        """Raises UnsupportedError when there is a draft and the target cannot be rolled back, or its taps or head
+        cannot be found. Alone, every target of mlx-lm's decodes plainly."""
         self.target = target
         self.draft = draft
         self.end_tokens = end_tokens
         if draft is not None:
-            try:
-                check_rollback(target.make_caches())
-            except UnsupportedError as error:
-                raise UnsupportedError(
-                    f"{target.name or target.model_type} ({target.model_type}) cannot run with a draft: {error}"
-                ) from error
+            check_can_speculate(target)
             target.check(draft.tap_layers)
         self.report = LoadReport(_describe(target), None if draft is None else draft.report)
 
@@ -91,6 +89,21 @@ class Pair:
         if name.startswith("__") or "target" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.target.model, name)
+
+
+def check_can_speculate(target: Target) -> None:
+    """What every draft needs of a target, known before one is read: caches that roll back, and parts that were found.
+
+    Raises:
+        UnsupportedError: naming the cache and its class, or what was not found.
+    """
+    try:
+        check_rollback(target.make_caches())
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"{target.name or target.model_type} ({target.model_type}) cannot run with a draft: {error}"
+        ) from error
+    _ = target.parts
 
 
 def _describe(target: Target) -> TargetReport:

@@ -139,9 +139,69 @@ def tiny_llama4(
     return build({"model_type": "llama4", "text_config": text | text_config}, seed)
 
 
+def tiny_nemotron_h(hidden: int = 32, vocab: int = 64, seed: int = 0, **config: Any) -> nn.Module:
+    """A hybrid: attention and state-space layers in turn."""
+    own = {
+        "hybrid_override_pattern": ["*", "M", "*", "M"],
+        "attention_bias": False,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "mamba_proj_bias": False,
+        "ssm_state_size": 32,
+        "conv_kernel": 3,
+        "n_groups": 2,
+        "time_step_limit": [1.0, 2.0],
+        "mlp_bias": False,
+        "layer_norm_epsilon": 1e-5,
+        "use_bias": True,
+        "use_conv_bias": True,
+    }
+    return build(_dense("nemotron_h", 4, hidden, vocab) | own | config, seed)
+
+
+def tiny_qwen3_5(layers: int = 4, hidden: int = 32, vocab: int = 64, seed: int = 0, **text_config: Any) -> nn.Module:
+    """A hybrid: gated-delta layers with full attention as every second one."""
+    text = _dense("qwen3_5", layers, hidden, vocab) | {
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 3,
+        "full_attention_interval": 2,
+        "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5, "type": "default"},
+    }
+    return build({"model_type": "qwen3_5", "vocab_size": vocab, "text_config": text | text_config}, seed)
+
+
+def tiny_mamba2(layers: int = 2, hidden: int = 32, vocab: int = 64, seed: int = 0, **config: Any) -> nn.Module:
+    """Recurrent state only."""
+    own = {
+        "num_heads": hidden // 8,
+        "head_dim": 16,
+        "state_size": 16,
+        "layer_norm_epsilon": 1e-5,
+        "conv_kernel": 3,
+        "n_groups": 2,
+        "use_bias": False,
+        "use_conv_bias": False,
+        "tie_word_embeddings": True,
+        "time_step_limit": [0.01, 10.0],
+        "time_step_rank": "auto",
+        "intermediate_size": 64,
+    }
+    return build(_dense("mamba2", layers, hidden, vocab) | own | config, seed)
+
+
+def tiny_nanochat(layers: int = 2, hidden: int = 32, vocab: int = 64, seed: int = 0, **config: Any) -> nn.Module:
+    """A family whose last norm is a function and not a module, so that its parts are not found."""
+    own = {"num_key_value_heads": 4, "tie_word_embeddings": False}
+    return build(_dense("nanochat", layers, hidden, vocab) | own | config, seed)
+
+
 def build(config: Config, seed: int = 0) -> nn.Module:
     """The mlx-lm model of ``config`` with weights that depend on ``seed`` and on nothing else."""
-    name = MODEL_REMAPPING.get(config["model_type"], config["model_type"])
+    remapping = {"gemma4_unified": "gemma4", **MODEL_REMAPPING}  # mlx-lm before 0.32 lacks this one
+    name = remapping.get(config["model_type"], config["model_type"])
     arch = importlib.import_module(f"mlx_lm.models.{name}")
     model = arch.Model(arch.ModelArgs.from_dict(json.loads(json.dumps(config))))
     weights = [
@@ -156,7 +216,7 @@ def build(config: Config, seed: int = 0) -> nn.Module:
 
 def config_of(model: nn.Module) -> Config:
     """The ``config.json`` of a tiny model, ready for ``build`` or ``save_model_folder``."""
-    return dataclasses.asdict(model.args)
+    return {key: value for key, value in dataclasses.asdict(model.args).items() if value is not None}
 
 
 def save_model_folder(

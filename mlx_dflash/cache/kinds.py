@@ -9,9 +9,11 @@ nobody sees.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache as memo
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm
 from mlx_lm.models.cache import (
     CacheList,
     ChunkedKVCache,
@@ -221,6 +223,13 @@ class ChunkedKind(PreallocatedKind):
         drops = cache.offset - cache.start_position > cache.chunk_size
         self.before = (cache.keys, cache.values, cache.start_position) if drops else None
 
+    @staticmethod
+    def refusal(cache: Any) -> str | None:
+        if not _drops_for_spare_room():
+            return None
+        # Which rows are left then depends on how they were cut into writes, and some that the chunk needs are gone.
+        return f"mlx-lm {mlx_lm.__version__} drops too many rows of a chunk after a block, expected 0.32.0 or newer"
+
     def undo(self) -> None:
         super().undo()
         if self.before is not None:
@@ -230,6 +239,15 @@ class ChunkedKind(PreallocatedKind):
     def visible(cache: Any) -> tuple[mx.array, ...]:
         end = cache.offset - cache.start_position
         return tuple(x[..., max(0, end - cache.chunk_size) : end, :] for x in (cache.keys, cache.values))
+
+
+@memo
+def _drops_for_spare_room() -> bool:
+    """Whether this mlx-lm takes the spare room of a ``ChunkedKVCache`` for rows, as it did before 0.32."""
+    cache, row = ChunkedKVCache(1), mx.zeros((1, 1, 1, 1))
+    cache.update_and_fetch(row, row)
+    cache.maybe_trim_front()
+    return bool(cache.start_position)
 
 
 KINDS: dict[type, type[Kind]] = {

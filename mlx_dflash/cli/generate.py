@@ -14,11 +14,11 @@ import typer
 
 from .. import compare as compare_both
 from .. import load, stream_generate
-from ..api import GenerationResponse
 from ..errors import OptionError
 from ..hub import BUNDLED_TARGET
 from ..options import GenerateOptions
 from ..pair import Pair
+from ..responses import GenerationResponse
 from . import flags, output
 from . import prompt as prompts
 

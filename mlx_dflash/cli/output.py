@@ -23,10 +23,10 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from ..api import GenerationResponse
 from ..comparison import Comparison
 from ..hub import Progress as DownloadProgress
 from ..pair import LoadReport
+from ..responses import GenerationResponse
 
 _console = Console(stderr=True, highlight=False, soft_wrap=True)
 

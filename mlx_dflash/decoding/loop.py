@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import maybe_quantize_kv_cache
-from mlx_lm.models.cache import RotatingKVCache
+from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 
 from ..cache import Speculation, cache_arrays
 from ..drafts.base import DraftSession, Proposal
@@ -53,8 +53,13 @@ class KVQuantization:
             raise OptionError(f"kv_group_size: found {self.group_size}, which this model refuses: {error}") from error
 
     def check(self, caches: Sequence[Any]) -> None:
-        """Raises UnsupportedError where mlx-lm has no quantised form of a cache."""
-        for index, cache in enumerate(caches if self.bits is not None else ()):
+        """Raises UnsupportedError where mlx-lm has no quantised form of a cache, or would quantise none at all."""
+        if self.bits is None:
+            return
+        if not any(isinstance(cache, QuantizedKVCache) or hasattr(cache, "to_quantized") for cache in caches):
+            kinds = ", ".join(sorted({type(cache).__name__ for cache in caches})) or "no caches"
+            raise UnsupportedError(f"kv_bits: found {kinds}, expected a cache that mlx-lm can quantise")
+        for index, cache in enumerate(caches):
             if isinstance(cache, RotatingKVCache):
                 raise UnsupportedError(
                     f"kv_bits: found a {type(cache).__name__} as cache {index}, expected caches that mlx-lm can "
@@ -106,7 +111,7 @@ class Decoding:
 
     Iterate over :meth:`rounds`, then call :meth:`close` with the number of tokens kept of the last round (fewer than it
     brought when a stop string or the consumer ended the text inside it). After ``close`` a reusable cache holds
-    exactly prompt + kept tokens, on every path: stop, budget, cancel.
+    exactly prompt + kept tokens, on every path: stop, budget, cancel, and an error that is not the target's own.
     """
 
     def __init__(
@@ -132,7 +137,9 @@ class Decoding:
         # mlx-lm processors see every token fed so far; kept on the device, and only when somebody looks.
         self._history = mx.array(request.prompt[:-1], mx.int32) if request.processors else None
         self._open: _OpenRound | None = None
-        self._ahead = False
+        # Whether the anchor's row is in the caches already, or an error on its way there left that unknown.
+        self._fed = False
+        self._prefilled = False
         self.parked = False
 
     # ---------------------------------------------------------------- prefill
@@ -153,6 +160,7 @@ class Decoding:
             done += rows
             progress(done, total)
             mx.clear_cache()
+        self._prefilled = True
 
     # ----------------------------------------------------------------- rounds
 
@@ -173,7 +181,7 @@ class Decoding:
             return
         if last is not None:
             self._settle(last, kept)
-        elif not self._ahead and self.stats.rounds:
+        elif self._prefilled and not self._fed:
             self._feed_anchor()
         self.request.kv.apply(self.caches)
         mx.eval(self._state())
@@ -218,15 +226,22 @@ class Decoding:
             speculation.commit(keep)
         self._remember(block[:keep])
         self._open = _OpenRound(speculation, self.position, accepted_count)
-        self._anchor = token
+        self._anchor, self._fed = token, False
         self._advance(keep, features)
         if not finite:
             self._park("the draft's logits were not finite; the rest of this answer was decoded plainly")
         self.request.depth.observe(len(drafted), accepted_count)
         return outcome
 
+    def _prompt_done(self) -> None:
+        """The prompt's last token went through the target with the first round."""
+        if self.request.progress is not None:
+            self.request.progress(len(self.request.prompt), len(self.request.prompt))
+
     def _finish_round(self, outcome: Round) -> None:
         self.stats.count(outcome)
+        if self.stats.rounds == 1:
+            self._prompt_done()
         # Everything is scheduled before the caller sees a token, so the next call may come from another thread.
         mx.async_eval(self._state())
         if self.stats.tokens // _CLEAR_EVERY != (self.stats.tokens - len(outcome.tokens)) // _CLEAR_EVERY:
@@ -240,32 +255,43 @@ class Decoding:
         self._open = None
         self.request.kv.apply(self.caches)
         logprobs, token = self._plain_step()
+        if not self.stats.rounds:
+            self._prompt_done()
         while True:
-            self._anchor = token
-            ahead = None
+            self._anchor, self._fed = token, False
+            ahead, failure, position = None, None, self.position
             if budget is None or budget > 1 or self.request.reusable:
-                ahead = self._plain_step()
-            self._ahead = ahead is not None
+                try:
+                    ahead = self._plain_step()
+                except Exception as error:
+                    if self.position == position:
+                        raise
+                    # A callback's, over the next token: this one, whose row is in the caches, is handed out first.
+                    failure = error
             tokens, finish = self._cut(to_host(token))
             outcome = Round(tokens, 0, 0, logprobs, finish)
             self.stats.count(outcome)
             if self.stats.tokens % _CLEAR_EVERY == 0:
                 mx.clear_cache()
             yield outcome
-            if finish or ahead is None:
+            if finish:
                 return
+            if failure is not None:
+                raise failure
+            assert ahead is not None
             logprobs, token = ahead
             budget = self._budget()
 
     def _plain_step(self) -> tuple[mx.array, mx.array]:
         """Forward the anchor; schedule and return ``logprobs [1, V]`` and the chosen token ``[1]``."""
         _, judge_key = self._keys()
+        self._fed = True
         logits, _ = self.target.forward(self._anchor[None], self.caches)
+        self.position += 1
         logprobs = self._logprobs(logits[0], self._anchor)
         self.request.kv.apply(self.caches)
         token = self.request.judge.judge(logprobs, None, judge_key).token
         self._remember(self._anchor)
-        self.position += 1
         mx.async_eval(token, logprobs)
         return logprobs, token
 

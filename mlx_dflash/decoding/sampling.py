@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 
+from ..checks import require_integer, require_number
 from ..errors import OptionError
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -42,11 +43,11 @@ class Filters:
     top_k: int = 0
 
     def __post_init__(self) -> None:
-        _require_number("temp", self.temperature, 0.0, math.inf)
-        _require_number("top_p", self.top_p, 0.0, 1.0)
-        _require_number("min_p", self.min_p, 0.0, 1.0)
-        _require_integer("top_k", self.top_k, 0)
-        _require_integer("min_tokens_to_keep", self.min_tokens_to_keep, 1)
+        require_number("temp", self.temperature, 0.0, math.inf)
+        require_number("top_p", self.top_p, 0.0, 1.0)
+        require_number("min_p", self.min_p, 0.0, 1.0)
+        require_integer("top_k", self.top_k, 0)
+        require_integer("min_tokens_to_keep", self.min_tokens_to_keep, 1)
 
     @property
     def greedy(self) -> bool:
@@ -57,7 +58,13 @@ class Filters:
         if 0 < self.top_p < 1:
             logprobs = apply_top_p(logprobs, self.top_p)
         if self.min_p > 0:
-            logprobs = apply_min_p(logprobs, self.min_p, self.min_tokens_to_keep)
+            # The tokens to keep are put back here: mlx-lm's function fails when there are fewer, and before 0.32 with
+            # any number above one; as a compiled one it then leaves MLX's global random state unusable.
+            before, keep = logprobs, min(self.min_tokens_to_keep, logprobs.shape[-1])
+            logprobs = apply_min_p(logprobs, self.min_p)
+            if keep > 1:
+                top = mx.argpartition(before, kth=-keep, axis=-1)[..., -keep:]
+                logprobs = mx.put_along_axis(logprobs, top, mx.take_along_axis(before, top, axis=-1), axis=-1)
         if 0 < self.top_k < logprobs.shape[-1]:
             logprobs = apply_top_k(logprobs, self.top_k)
         return logprobs
@@ -111,7 +118,8 @@ def build_processors(
 ) -> list[LogitsProcessor]:
     """mlx-lm's penalties and bias, after checking what mlx-lm does not.
 
-    The ``*_context_size`` windows (default 20 tokens, mlx-lm's) say how far back a penalty looks.
+    The ``*_context_size`` windows (default 20 tokens, mlx-lm's) say how far back a penalty looks. ``vocab_size`` is 0
+    where it is not known.
 
     Raises:
         OptionError: a penalty or window outside its range, or a biased token id outside ``0..vocab_size-1``.
@@ -121,14 +129,14 @@ def build_processors(
         ("presence_context_size", presence_context_size),
         ("frequency_context_size", frequency_context_size),
     ):
-        _require_integer(name, size, 1)
-    if repetition_penalty is not None and not repetition_penalty >= 0:
-        raise OptionError(f"repetition_penalty: found {repetition_penalty}, expected a number of 0 (off) or more")
-    for token in logit_bias or {}:
-        if not 0 <= int(token) < vocab_size:
-            raise OptionError(f"logit_bias: found token id {token}, expected 0..{vocab_size - 1}")
+        require_integer(name, size, 1)
+    if repetition_penalty is not None:
+        require_number("repetition_penalty", repetition_penalty, 0.0)
+    for name, penalty in (("presence_penalty", presence_penalty), ("frequency_penalty", frequency_penalty)):
+        if penalty is not None:
+            require_number(name, penalty)
     return make_logits_processors(
-        {int(token): float(bias) for token, bias in (logit_bias or {}).items()} or None,
+        _biases({} if logit_bias is None else logit_bias, vocab_size) or None,
         repetition_penalty,
         repetition_context_size,
         presence_penalty,
@@ -138,13 +146,16 @@ def build_processors(
     )
 
 
-def _require_number(name: str, value: float, low: float, high: float) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not low <= value <= high:
-        bounds = f"a number of {low:g} or more" if high == math.inf else f"a number in {low:g}..{high:g}"
-        raise OptionError(f"{name}: found {value!r}, expected {bounds}")
-
-
-def _require_integer(name: str, value: int, low: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise OptionError(f"{name}: found {value!r}, expected a whole number of {low} or more")
+def _biases(logit_bias: Mapping[int, float], vocab_size: int) -> dict[int, float]:
+    """Checked, with ids as whole numbers: JSON writes them as text. Minus infinity is legal and bans a token."""
+    if not isinstance(logit_bias, Mapping):
+        raise OptionError(f"logit_bias: found {type(logit_bias).__name__}, expected a mapping of token ids to numbers")
+    biases = {}
+    for key, bias in logit_bias.items():
+        token = int(key) if isinstance(key, str) and key.isdecimal() else key
+        if type(token) is not int or token < 0 or (vocab_size and token >= vocab_size):
+            raise OptionError(f"logit_bias: found token id {key!r}, expected 0..{max(vocab_size - 1, 0) or ''}")
+        if bias != -math.inf:
+            require_number(f"logit_bias of token {token}", bias)
+        biases[token] = float(bias)
+    return biases

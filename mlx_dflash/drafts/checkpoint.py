@@ -163,8 +163,9 @@ def split_fused(folder: DraftFolder, tensors: Mapping[str, mx.array], heads: int
             shares = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
         else:
             shares = {"gate_proj": 1, "up_proj": 1}
-        rows, total = array.shape[0], sum(shares.values())
-        if rows % total:
+        total = sum(shares.values())
+        rows = array.shape[0] if array.ndim else 0
+        if not rows or rows % total:
             raise CheckpointError(f"{folder.path}: tensor {name}: found {rows} rows, expected a multiple of {total}")
         ends = [rows // total * end for end in accumulate(shares.values())][:-1]
         for part, piece in zip(shares, mx.split(array, ends, axis=0), strict=True):

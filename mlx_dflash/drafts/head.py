@@ -84,7 +84,7 @@ def decide_ownership(folder: DraftFolder, config: DraftConfig, target: TargetFac
     names = folder.headers
     own_head, own_embedding, has_map = "lm_head.weight" in names, "embed_tokens.weight" in names, "d2t" in names
     reduced = has_map or _reduced_by_config(config, target)
-    head_rows = names["lm_head.weight"].shape[0] if own_head else target.vocab_size
+    head_rows = _matrix_rows(folder, "lm_head.weight") if own_head else target.vocab_size
     if reduced:
         _check_reduced(folder, config, own_head, has_map, head_rows)
     elif own_head:
@@ -93,7 +93,7 @@ def decide_ownership(folder: DraftFolder, config: DraftConfig, target: TargetFac
         raise CheckpointError(
             f"{folder.path}: {config.promises_head} in config.json promises a head, found no tensor lm_head.weight"
         )
-    table_rows = names["embed_tokens.weight"].shape[0] if own_embedding else target.vocab_size
+    table_rows = _matrix_rows(folder, "embed_tokens.weight") if own_embedding else target.vocab_size
     if own_embedding:
         _check_rows(folder, "embed_tokens.weight", table_rows, config, target)
     elif config.promises_embedding:
@@ -114,6 +114,13 @@ def decide_ownership(folder: DraftFolder, config: DraftConfig, target: TargetFac
         else "target (no embed_tokens.weight in the checkpoint)",
         reduced,
     )
+
+
+def _matrix_rows(folder: DraftFolder, name: str) -> int:
+    shape = folder.headers[name].shape
+    if len(shape) != 2:
+        raise CheckpointError(f"{folder.path}: tensor {name}: found shape {list(shape)}, expected a matrix")
+    return shape[0]
 
 
 def _reduced_by_config(config: DraftConfig, target: TargetFacts) -> bool:

@@ -6,7 +6,7 @@ Knows JSON and messages; which places a value may stand in is the caller's knowl
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,12 @@ def read_json(path: Path) -> dict[str, Any]:
 def nested(name: str) -> tuple[str, ...]:
     """The places of a key that belongs into ``dflash_config``, then the top level."""
     return (*(f"{level}.{name}" for level in NESTED), name)
+
+
+def is_positive(value: Any) -> bool:
+    """A number above 0 that a float can hold; JSON's whole numbers may be larger."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 0 < value <= sys.float_info.max
 
 
 class ConfigKeys:
@@ -90,7 +96,9 @@ class ConfigKeys:
         return ConfigError(f"{self.file}: {name}: found none (looked at {', '.join(places)}), expected {expected}")
 
     def wrong(self, place: str, value: Any, expected: str) -> ConfigError:
-        return ConfigError(f"{self.file}: {place}: found {value!r}, expected {expected}")
+        shown = repr(value)
+        shown = shown if len(shown) <= 200 else shown[:197] + "..."
+        return ConfigError(f"{self.file}: {place}: found {shown}, expected {expected}")
 
     def wrong_text(self, place: str, found: str, expected: str) -> ConfigError:
         """As :meth:`wrong`, for a value too long to show."""
@@ -130,7 +138,7 @@ class ConfigKeys:
         if found is None:
             return default
         value, place = found
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        if not is_positive(value):
             raise self.wrong(place, value, "a number above 0")
         return float(value)
 

@@ -45,7 +45,7 @@ class LoadOptions:
         """Raises OptionError for values outside their range."""
         if self.bits is not None and self.bits not in BITS:
             raise OptionError(f"bits: found {self.bits!r}, expected {' or '.join(map(str, BITS))}")
-        if self.dtype is not None and self.dtype not in _DTYPES:
+        if self.dtype is not None and (not isinstance(self.dtype, str) or self.dtype not in _DTYPES):
             raise OptionError(f"dtype: found {self.dtype!r}, expected one of {', '.join(_DTYPES)}")
 
 

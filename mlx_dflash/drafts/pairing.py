@@ -115,7 +115,7 @@ def shipped_vocabulary(folder: Path) -> dict[str, int] | None:
     """Token -> id of ``tokenizer.json`` in a draft's folder, ``None`` when there is none or its kind is unknown.
 
     Raises:
-        ConfigError: the file is no JSON object.
+        ConfigError: the file is no JSON object, or its vocabulary no list of pairs.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
@@ -129,6 +129,8 @@ def shipped_vocabulary(folder: Path) -> dict[str, int] | None:
     if isinstance(entries, Mapping):
         vocabulary = {str(token): number for token, number in entries.items() if type(number) is int}
     elif isinstance(entries, list):  # unigram models list (token, score) in id order
+        if not all(isinstance(entry, list) and entry for entry in entries):
+            raise ConfigError(f"{file}: model.vocab: found a list of something else, expected [token, score] pairs")
         vocabulary = {str(entry[0]): number for number, entry in enumerate(entries)}
     else:
         return None

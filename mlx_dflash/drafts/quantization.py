@@ -52,6 +52,7 @@ def stored_packings(
 
     Raises:
         ConfigError: packed tensors that the config does not describe, or a description that is none.
+        UnsupportedError: a packing that MLX does not have.
     """
     overrides = {canonical_name(path): value for path, value in block.items() if isinstance(value, Mapping)}
     packings = {}
@@ -80,7 +81,15 @@ def _packing(folder: DraftFolder, path: str, described: Mapping[str, Any], block
         raise UnsupportedError(
             f"{folder.config_file}: quantization.mode: found {mode!r}, expected one of {', '.join(_MODES)}"
         )
-    return Packing(values["group_size"], values["bits"], mode)
+    packing = Packing(values["group_size"], values["bits"], mode)
+    try:
+        mx.quantize(mx.zeros((1, packing.group_size)), packing.group_size, packing.bits, mode=mode)
+    except ValueError as error:  # which combinations exist is MLX's to say, and grows with its versions
+        raise UnsupportedError(
+            f"{folder.config_file}: quantization: found {packing.bits} bits in groups of {packing.group_size} ({mode}) "
+            f"for {path}, expected what MLX packs: {' '.join(str(error).split())[:200]}"
+        ) from None
+    return packing
 
 
 def pack_modules(model: nn.Module, packings: Mapping[str, Packing]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import ConfigError, UnsupportedError
-from .keys import ConfigKeys, nested
+from .keys import ConfigKeys, is_positive, nested
 
 KINDS = ("default", "linear", "llama3", "yarn")
 _PLAIN = (None, "default", "mrope")  # mrope is plain rope where there are no images
@@ -74,16 +74,28 @@ def read_rope(keys: ConfigKeys, layer_type: str, head_dim: int) -> Rope:
     kind_place, kind, options = _kind(keys, place, parameters, scaling_place, scaling)
     _note_partial_rotary(keys, place, parameters)
     interleaved = _interleaved(keys)
+    try:
+        periods, amplitude = _periods(keys, kind_place, kind, options, theta, head_dim)
+    except (ArithmeticError, ValueError):  # legal numbers, but so extreme that a period leaves the floats
+        periods, amplitude = [math.inf], 1.0
+    if not all(is_positive(period) for period in periods):
+        raise keys.wrong(kind_place, dict(options), f"numbers that with rope_theta {theta:g} give finite periods")
+    return Rope(head_dim, theta, kind, tuple(periods), amplitude, interleaved)
+
+
+def _periods(
+    keys: ConfigKeys, kind_place: str, kind: str, options: Mapping[str, Any], theta: float, head_dim: int
+) -> tuple[list[float], float]:
+    """``head_dim / 2`` periods and the amplitude."""
     periods = [theta ** (2 * i / head_dim) for i in range(head_dim // 2)]
-    amplitude = 1.0
     if kind == "linear":
         factor = _number(keys, kind_place, options, "factor")
         periods = [p * factor for p in periods]
     elif kind == "llama3":
         periods = _llama3(keys, kind_place, options, periods)
     elif kind == "yarn":
-        periods, amplitude = _yarn(keys, kind_place, options, periods, theta, head_dim)
-    return Rope(head_dim, theta, kind, tuple(periods), amplitude, interleaved)
+        return _yarn(keys, kind_place, options, periods, theta, head_dim)
+    return periods, 1.0
 
 
 def _parameters(keys: ConfigKeys, layer_type: str) -> tuple[str, Mapping[str, Any], bool]:
@@ -112,7 +124,9 @@ def _theta(keys: ConfigKeys, place: str, scaling_place: str, keyed: bool) -> flo
             raise ConfigError(f"{keys.file}: rope_theta: found {shown}, expected the same value in every place")
     theta = keys.number("rope_theta", places)
     if theta is None:
-        raise keys.missing("rope_theta", places, "a number above 0")
+        raise keys.missing("rope_theta", places, "a number above 1")
+    if theta <= 1:
+        raise keys.wrong(keys.sources["rope_theta"], theta, "a number above 1: the base of growing periods")
     return theta
 
 
@@ -141,7 +155,7 @@ def _number(keys: ConfigKeys, place: str, options: Mapping[str, Any], name: str,
         if default is None:
             raise keys.missing(f"{place}.{name}", [f"{place}.{name}"], "a number above 0")
         return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+    if not is_positive(value):
         raise keys.wrong(f"{place}.{name}", value, "a number above 0")
     return float(value)
 

@@ -6,15 +6,18 @@ Knows files, config keys and mlx-lm's loaders; not what the model is used for. N
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import mlx_lm.models
+from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import MODEL_REMAPPING, load_adapters, load_config, load_model, load_tokenizer
 
@@ -34,6 +37,10 @@ _SIZES = {
     "head_dim": 1 << 16,
 }
 """Largest believable values; above them building the model would exhaust memory before any check could fail."""
+
+_UNIFIED = "gemma4_unified"
+_REMAPPING: dict[str, str] = {_UNIFIED: "gemma4", **MODEL_REMAPPING}
+"""mlx-lm's aliases, and the one that mlx-lm before 0.32 lacks."""
 
 
 def load_target(
@@ -124,7 +131,7 @@ def _check_model_type(path: Path, config: dict[str, Any]) -> None:
     if not isinstance(kind, str) or not kind:
         raise ConfigError(f"{path / 'config.json'}: model_type: found {kind!r}, expected the name of a model family")
     families = supported_families()
-    if MODEL_REMAPPING.get(kind, kind) not in families:
+    if _REMAPPING.get(kind, kind) not in families:
         raise UnsupportedError(
             f"{path / 'config.json'}: model_type: found {kind!r}, expected one of the {len(families)} families of "
             f"mlx-lm {mlx_lm.__version__}: {', '.join(sorted(families))}"
@@ -137,7 +144,7 @@ def supported_families() -> frozenset[str]:
     modules = {module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__)}
     shared = {"activations", "base", "bitlinear_layers", "cache", "gated_delta", "mla", "pipeline", "rope_utils", "ssm"}
     families = modules - shared - {"switch_layers"}
-    return frozenset(families | {alias for alias, family in MODEL_REMAPPING.items() if family in families})
+    return frozenset(families | {alias for alias, family in _REMAPPING.items() if family in families})
 
 
 def _check_weight_files(path: Path) -> None:
@@ -161,7 +168,7 @@ def _check_arguments(path: Path, config: dict[str, Any]) -> None:
         return
     kind = config["model_type"]
     try:
-        module = importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}")
+        module = importlib.import_module(f"mlx_lm.models.{_REMAPPING.get(kind, kind)}")
     except (ImportError, SystemExit) as error:  # one family exits when a package it needs is not installed
         raise UnsupportedError(
             f"{path / 'config.json'}: model_type: found {kind!r}, which mlx-lm cannot import here: {_cause(error)}"
@@ -177,8 +184,14 @@ def _check_arguments(path: Path, config: dict[str, Any]) -> None:
 
 
 def _load_model(path: Path, name: str, trust_remote_code: bool, lazy: bool) -> tuple[nn.Module, dict[str, Any]]:
+    options: dict[str, Any] = {"lazy": lazy}
+    # mlx-lm before 0.32 has no such switch and runs any `model_file`; by now a folder with one is known to be trusted.
+    if "trust_remote_code" in inspect.signature(load_model).parameters:
+        options["trust_remote_code"] = trust_remote_code
     try:
-        return load_model(path, lazy=lazy, trust_remote_code=trust_remote_code)
+        if _UNIFIED not in MODEL_REMAPPING and load_config(path).get("model_type") == _UNIFIED:
+            options["get_model_classes"] = _unified_classes
+        return load_model(path, **options)
     except Exception as error:
         # Any error may come out of a family's constructor and its renaming of weights; the line says which one did.
         misfit = _misfit(str(error)) if isinstance(error, ValueError) else None
@@ -187,6 +200,18 @@ def _load_model(path: Path, name: str, trust_remote_code: bool, lazy: bool) -> t
         raise CheckpointError(
             f"{name}: mlx-lm could not build the model from {path / 'config.json'} and its weights: {_cause(error)}"
         ) from error
+
+
+def _unified_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+    """What mlx-lm before 0.32 needs to load a ``gemma4_unified``: the gemma4 classes, and images left out."""
+    gemma4 = importlib.import_module("mlx_lm.models.gemma4")
+
+    class Model(gemma4.Model):  # type: ignore[name-defined]
+        def sanitize(self, weights: dict[str, Any]) -> dict[str, Any]:
+            images = ("vision_embedder", "model.vision_embedder")
+            return super().sanitize({key: value for key, value in weights.items() if not key.startswith(images)})
+
+    return Model, gemma4.ModelArgs
 
 
 def _misfit(message: str) -> str | None:
@@ -212,6 +237,13 @@ def _with_adapter(model: nn.Module, adapter: Path, name: str) -> nn.Module:
         model = load_adapters(model, str(adapter))
     except Exception as error:  # the line says which; the adapter's config can name anything
         raise CheckpointError(f"{adapter}: the adapter does not fit {name}: {_cause(error)}") from error
+    # mlx-lm before 0.32 passes over tensors that the model has no place for.
+    known = dict(tree_flatten(model.parameters()))
+    stray = [tensor for tensor in mx.load(str(adapter / "adapters.safetensors")) if tensor not in known]
+    if stray:
+        raise CheckpointError(
+            f"{adapter}: the adapter does not fit {name}: found {stray[0]}, expected tensors that the model has"
+        )
     model.eval()
     return model
 

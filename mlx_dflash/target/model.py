@@ -12,9 +12,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..errors import OptionError, PairingError
-from .probe import probe
-from .structure import find_parts, model_type_of
+from ..errors import OptionError, PairingError, UnsupportedError
+from .probe import check_runs, probe
+from .structure import Parts, find_parts, model_type_of, sizes_of
 from .taps import EMBEDDING_TAP, Taps
 
 
@@ -30,31 +30,46 @@ class Target:
         name: how the user called it, for messages.
         model_type: the checkpoint's own, wrapper types included (``gemma4_unified``).
         hidden_size, num_layers: of the text model.
-        vocab_size: rows of the embedding table.
+        vocab_size: rows of the embedding table. These three are the config's own where :attr:`parts` were not found,
+            and 0 where that does not say either.
         embed_scale: what the model's forward multiplies embedding rows with; 1.0 when it does not.
         shaping: what the model does to the head's output before it returns logits (``"softcap 30"``, ``"times
             0.0625"``); ``None`` for nothing. Known after :meth:`check`.
     """
 
     def __init__(self, model: nn.Module, *, name: str = "", tokenizer: Any = None) -> None:
-        """Raises UnsupportedError when the model's parts cannot be found."""
+        """Never fails for a model that mlx-lm runs: what only a draft needs is missed when a draft asks for it."""
         self.model, self.name, self.tokenizer = model, name, tokenizer
         self.model_type = model_type_of(model)
-        self.parts = find_parts(model)
-        self.hidden_size, self.vocab_size = self.parts.hidden_size, self.parts.vocab_size
-        self.num_layers = len(self.parts.layers)
-        self.embed_scale = self.parts.embed_scale
         self.shaping: str | None = None
-        self._embedding, self._project = self.parts.embedding, self.parts.project
         self._taps: dict[tuple[int, ...], Taps] = {}
+        self._parts: Parts | None = None
+        self._not_found = ""
+        try:
+            self._parts = find_parts(model)
+        except UnsupportedError as error:
+            self._not_found = str(error)
+        self.hidden_size, self.num_layers, self.vocab_size = sizes_of(model, self._parts)
+        self.embed_scale = 1.0 if self._parts is None else self._parts.embed_scale
+
+    @property
+    def parts(self) -> Parts:
+        """Where embedding, layers, last norm and head are.
+
+        Raises:
+            UnsupportedError: they are not where mlx-lm's families keep them; such a model decodes plainly.
+        """
+        if self._parts is None:
+            raise UnsupportedError(self._not_found)
+        return self._parts
 
     def embed(self, ids: mx.array) -> mx.array:
         """``[..., L] int -> [..., L, H]``: raw rows of the embedding table, dequantised when it is quantised."""
-        return self._embedding(ids)
+        return self.parts.embedding(ids)
 
     def head(self, hidden: mx.array) -> mx.array:
         """``[..., H] -> [..., V]``: the raw product with the target's own head, without softcap or multiplier."""
-        return self._project(hidden)
+        return self.parts.project(hidden)
 
     def forward(self, ids: mx.array, caches: list[Any], taps: tuple[int, ...] = ()) -> tuple[mx.array, mx.array | None]:
         """One forward of the model over ``ids``, which are appended to ``caches``.
@@ -70,12 +85,14 @@ class Target:
 
         Raises:
             PairingError: a tap names no layer of this model.
+            UnsupportedError: there are taps, and the model's layers were not found.
         """
         if not taps:
             return self.model(ids, cache=caches), None
         installed = self._taps.get(taps)
         if installed is None:
-            installed = self._taps[taps] = Taps(self.parts.layers, self._checked(taps))
+            layers = self.parts.layers
+            installed = self._taps[taps] = Taps(layers, self._checked(taps))
         return installed.run(lambda: self.model(ids, cache=caches))
 
     def _checked(self, taps: Sequence[int]) -> tuple[int, ...]:
@@ -100,15 +117,24 @@ class Target:
             UnsupportedError: the model computes in a way that taps or head cannot follow; one line with the reason.
             CheckpointError: the model's logits are not finite; names the first weight that is not.
         """
-        self.shaping = probe(self, self._checked(taps))
+        self.shaping = probe(self, self.parts, self._checked(taps))
+
+    def check_runs(self) -> None:
+        """Part of :meth:`check`, for a model that will decode alone: a short forward gives numbers.
+
+        Raises:
+            UnsupportedError: the forward fails, or overflows although every weight is finite.
+            CheckpointError: the logits are not finite; names the first weight that is not.
+        """
+        check_runs(self)
 
     def validate_ids(self, ids: Sequence[int]) -> None:
-        """Refuse ids outside the embedding table: MLX would read whatever lies there.
+        """Refuse ids outside the embedding table, where its size is known: MLX would read whatever lies there.
 
         Raises:
             OptionError: naming the id, its place and the table's size.
         """
-        if not ids or (min(ids) >= 0 and max(ids) < self.vocab_size):
+        if not ids or not self.vocab_size or (min(ids) >= 0 and max(ids) < self.vocab_size):
             return
         place = next(i for i, token in enumerate(ids) if not 0 <= token < self.vocab_size)
         raise OptionError(

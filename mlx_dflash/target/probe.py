@@ -26,7 +26,7 @@ _MULTIPLIERS = ("output_multiplier", "logit_scale")
 Calls = dict[str, list[tuple[Any, Any]]]
 
 
-def probe(target: Target, taps: tuple[int, ...]) -> str | None:
+def probe(target: Target, parts: Parts, taps: tuple[int, ...]) -> str | None:
     """Check ``target`` for ``taps``; its caches are the probe's own and are thrown away.
 
     Returns:
@@ -35,10 +35,8 @@ def probe(target: Target, taps: tuple[int, ...]) -> str | None:
     Raises:
         UnsupportedError, CheckpointError: see :meth:`Target.check`.
     """
-    parts, kind = target.parts, target.model_type
-    ids = mx.array([[(1 + 7 * i) % target.vocab_size for i in range(_ROWS)]], mx.int32)
-    own = _own_logits(target, ids)
-    _check_finite(target, own)
+    kind = target.model_type
+    ids, own = check_runs(target)
     with observing(_watched(parts)) as calls:
         watched = target.model(ids, cache=target.make_caches())
     if not _same(own, watched):
@@ -52,6 +50,18 @@ def probe(target: Target, taps: tuple[int, ...]) -> str | None:
         if features is None or not _same(own, tapped) or not _same(features, expected):
             raise unsupported(kind, f"taps {list(taps)} change its logits or do not give the outputs of those layers")
     return _shaping(kind, parts, raw, own)
+
+
+def check_runs(target: Target) -> tuple[mx.array, mx.array]:
+    """A few ids ``[1, rows]`` and the model's own logits for them, which are numbers.
+
+    Raises:
+        UnsupportedError, CheckpointError: see :meth:`Target.check_runs`.
+    """
+    ids = mx.array([[(1 + 7 * i) % max(target.vocab_size, 1) for i in range(_ROWS)]], mx.int32)
+    logits = _own_logits(target, ids)
+    _check_finite(target, logits)
+    return ids, logits
 
 
 def _own_logits(target: Target, ids: mx.array) -> mx.array:

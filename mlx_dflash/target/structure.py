@@ -5,7 +5,7 @@ What is found here is a claim by name. ``probe.py`` proves it with a real forwar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -79,6 +79,28 @@ class Parts:
 def model_type_of(model: nn.Module) -> str:
     found = getattr(model, "model_type", None)
     return found if isinstance(found, str) else type(model).__module__.rsplit(".", 1)[-1]
+
+
+def sizes_of(model: nn.Module, parts: Parts | None) -> tuple[int, int, int]:
+    """Width, layers and vocabulary: of the parts, else as the model's config states them, 0 where it does not."""
+    if parts is not None:
+        return parts.hidden_size, len(parts.layers), parts.vocab_size
+    args = getattr(model, "args", None)
+    text = getattr(args, "text_config", None)
+    return (
+        _stated((args, text), ("hidden_size", "hidden_dim", "d_model", "n_embd", "dim")),
+        len(getattr(model, "layers", None) or ()) or _stated((args, text), ("num_hidden_layers", "num_layers")),
+        _stated((args, text), ("vocab_size",)),
+    )
+
+
+def _stated(configs: Iterable[Any], names: tuple[str, ...]) -> int:
+    for config in configs:
+        for name in names:
+            value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+            if type(value) is int and value > 0:
+                return value
+    return 0
 
 
 def find_parts(model: nn.Module) -> Parts:
@@ -170,8 +192,11 @@ def _table_size(kind: str, embedding: nn.Module) -> tuple[int, int]:
     """Rows and width of the embedding table, also when it is quantised or carries an adapter."""
     base = getattr(embedding, "embedding", None)
     weight = getattr(embedding if base is None else base, "weight", None)
-    row = embedding(mx.zeros((1,), mx.int32)) if isinstance(weight, mx.array) else None
-    if row is None or row.ndim != 2 or not isinstance(weight, mx.array):
+    try:
+        row = embedding(mx.zeros((1,), mx.int32))
+    except Exception:  # whatever a module that is no table makes of a single id
+        row = None
+    if not isinstance(weight, mx.array) or not isinstance(row, mx.array) or row.ndim != 2:
         raise unsupported(kind, f"embedding: found a {type(embedding).__name__}, expected a table of rows")
     return weight.shape[0], row.shape[-1]
 

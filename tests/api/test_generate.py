@@ -15,10 +15,12 @@ from mlx_lm.utils import load_tokenizer
 import mlx_dflash
 from mlx_dflash import OptionError, UnsupportedError, stream_generate
 from mlx_dflash.cache import positions
+from mlx_dflash.decoding.loop import KVQuantization
 from mlx_dflash.pair import Pair
 from mlx_dflash.target import Target
 from tests import stub_drafts, tiny_models
 from tests.api.conftest import BYTE_VOCAB, Tiny
+from tests.versions import BEFORE_0_32
 
 BUNDLED_PAIR = Path(mlx_dflash.__file__).parent / "data" / "pair"
 PROMPT = "def f(x):"
@@ -29,6 +31,10 @@ def load_tokenizer_of(vocab: int) -> Any:
     with TemporaryDirectory() as folder:
         tiny_models.save_tokenizer(Path(folder), vocab)
         return load_tokenizer(Path(folder), eos_token_ids=[1])
+
+
+def seeing(earlier: mx.array, processor: Any) -> Any:
+    return lambda tokens, logits: processor(mx.concatenate([earlier, tokens]), logits)
 
 
 def tokens_of(responses: list[Any]) -> list[int]:
@@ -105,6 +111,28 @@ def test_responses_are_mlx_lms_one_by_one(tiny: Tiny, name: str) -> None:
         assert mine.logprobs.shape == theirs.logprobs.shape
         assert mx.allclose(mine.logprobs, theirs.logprobs, atol=1e-3).item()
     assert fast[-1].generation_tps > 0 and fast[-1].prompt_tps > 0 and fast[-1].peak_memory > 0
+
+
+def test_every_response_says_truthfully_who_wrote_its_token(tiny: Tiny) -> None:
+    """R33: the flags follow the accept pattern, and the token after the last accepted one is never the draft's."""
+    accepts = [3, 0, 5, 1]
+    pair = tiny.pair("scripted", PROMPT, 60, accepts=accepts)
+    responses = list(stream_generate(pair, tiny.tokenizer, PROMPT, max_tokens=26))
+    pattern = [flag for count in accepts * 2 for flag in [True] * count + [False]]
+    assert [response.from_draft for response in responses] == pattern
+    assert responses[-1].rounds == 8
+    assert responses[-1].acceptance_length == 26 / 8
+
+
+@pytest.mark.parametrize("budget", [8, 64, 256])
+def test_a_draft_and_nothing_else_said_speculates_whatever_the_budget(tiny: Tiny, budget: int) -> None:
+    """R02, R90: no hidden switch; the effective depth and the number of forwards are in the result."""
+    pair = tiny.pair("perfect", PROMPT, budget)
+    responses = list(stream_generate(pair, tiny.tokenizer, PROMPT, max_tokens=budget))
+    assert {(response.mode, response.mode_reason, response.depth) for response in responses} == {
+        ("speculative", None, 15)
+    }
+    assert responses[-1].rounds == -(-len(responses) // 16)
 
 
 def test_generate_returns_the_joined_text_and_a_bare_mlx_lm_model_decodes_plainly(tiny: Tiny) -> None:
@@ -208,6 +236,64 @@ def test_a_prompt_cache_ends_with_every_kept_token_as_mlx_lms_does(tiny: Tiny) -
         assert positions(mine) == positions(theirs) == len(prompt) + budget
 
 
+@pytest.mark.parametrize("name", ["scripted", "plain"])
+@pytest.mark.parametrize("call", [1, 2, 6])
+@pytest.mark.parametrize("callback", ["on_token", "logits_processors", "sampler", "prompt_progress_callback"])
+def test_an_error_of_a_callback_leaves_one_length_too(tiny: Tiny, name: str, call: int, callback: str) -> None:
+    """R28, R65: whichever callback fails, and wherever in a block, pair and cache go on as if it had been a cancel."""
+    prompt = tiny.tokenizer.encode(PROMPT)
+    expected = tokens_of(tiny.plain(prompt, TOKENS))
+    calls, seen = 0, []
+
+    def failing(result: Any = None) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise ZeroDivisionError
+        return result
+
+    callbacks: dict[str, Any] = {
+        "on_token": lambda token: failing(seen.append(token)),
+        "logits_processors": [lambda tokens, logits: failing(logits)],
+        "sampler": lambda logprobs: failing(mx.argmax(logprobs, axis=-1)),
+        "prompt_progress_callback": lambda done, total: failing() if done == total else None,
+    }
+    model: Any = tiny.target.model if name == "plain" else tiny.pair(name, prompt, TOKENS)
+    cache, yielded = tiny.target.make_caches(), []
+    stream = stream_generate(
+        model, tiny.tokenizer, prompt, max_tokens=30, prompt_cache=cache, **{callback: callbacks[callback]}
+    )
+    try:
+        for response in stream:
+            yielded.append(response.token)
+    except ZeroDivisionError:
+        assert calls == call
+    kept = seen or yielded
+    assert kept == expected[: len(kept)]
+    assert positions(cache) == len(prompt) + len(kept)
+    question = [70, 71, 72]
+    continued = list(stream_generate(model, tiny.tokenizer, question, max_tokens=8, prompt_cache=cache))
+    assert tokens_of(continued) == tokens_of(tiny.plain(prompt + kept + question, 8))
+
+
+@pytest.mark.parametrize("name", ["perfect", "plain"])
+@pytest.mark.parametrize("length", [1, 2, 9, 17])
+def test_prompt_progress_is_reported_as_mlx_lm_does_up_to_the_end(tiny: Tiny, name: str, length: int) -> None:
+    prompt = [20 + i for i in range(length)]
+    model: Any = tiny.target.model if name == "plain" else tiny.pair(name, prompt, 8)
+    mine: list[tuple[int, int]] = []
+    theirs: list[tuple[int, int]] = []
+    options = {"max_tokens": 6, "prefill_step_size": 8}
+    list(
+        stream_generate(
+            model, tiny.tokenizer, prompt, **options, prompt_progress_callback=lambda *step: mine.append(step)
+        )
+    )
+    tiny.plain(prompt, 6, prefill_step_size=8, prompt_progress_callback=lambda *step: theirs.append(step))
+    assert mine == theirs
+    assert mine[-1] == (length, length)
+
+
 # ------------------------------------------------------------------ options
 
 
@@ -228,6 +314,10 @@ def test_greedy_text_with_any_logits_processor_is_plain_mlx_lms(tiny: Tiny, opti
     theirs = {k: v for k, v in options.items() if k == "logits_processors"}
     if not theirs:
         theirs = {"logits_processors": mlx_lm.sample_utils.make_logits_processors(**options)}
+    if BEFORE_0_32:
+        # It shows them the prompt's last token only; what they do when they see all of it is the same.
+        hidden = mx.array(tiny.tokenizer.encode(PROMPT)[:-1])
+        theirs = {"logits_processors": [seeing(hidden, processor) for processor in theirs["logits_processors"]]}
     expected = tokens_of(tiny.plain(PROMPT, TOKENS, **theirs))
     assert expected != tokens_of(tiny.plain(PROMPT, TOKENS)), "the option must matter"
     known = tiny.tokenizer.encode(PROMPT) + expected
@@ -285,7 +375,32 @@ def test_a_callers_sampler_is_used_with_a_draft(tiny: Tiny) -> None:
         ({"sampler": lambda x: x, "temp": 0.4}, OptionError, "sampler: found together with temp"),
         ({"xtc_probability": 0.5, "temp": 1.0}, UnsupportedError, "xtc_probability: XTC sampling does not run with"),
         ({"draft_model": object()}, UnsupportedError, "draft_model: not an option of mlx-dflash; give the draft to"),
+        ({"images": ["cat.png"]}, UnsupportedError, "images: not an option of mlx-dflash; images are not read"),
         ({"draft_kv_bits": 8}, OptionError, "draft_kv_bits: unknown option"),
+        ({"temp": 10**400}, OptionError, "temp: found 1000.*, expected a number of 0 or more"),
+        ({"plain": "yes"}, OptionError, "plain: found 'yes', expected True or False"),
+        ({"sample_draft": None}, OptionError, "sample_draft: found None, expected True or False"),
+        ({"prefill_step_size": None}, OptionError, "prefill_step_size: found None"),
+        ({"kv_bits": 4.0}, OptionError, "kv_bits: found 4.0, expected one of 2, 3, 4"),
+        ({"seed": True}, OptionError, "seed: found True"),
+        ({"xtc_probability": 2}, OptionError, "xtc_probability: found 2, expected a number in 0..1"),
+        ({"xtc_threshold": 0.9}, OptionError, "xtc_threshold: found 0.9, expected a number in 0..0.5"),
+        ({"sampler": lambda x: x, "xtc_probability": 0.4}, OptionError, "sampler: found together with .*xtc_prob"),
+        ({"sampler": lambda x: x, "seed": 3}, OptionError, "seed: found together with sampler"),
+        ({"xtc_probability": 0.5, "temp": 1.0, "seed": 3}, OptionError, "seed: found together with xtc_probability"),
+        ({"sampler": 5}, OptionError, "sampler: found 5, expected something to call"),
+        ({"on_token": "x"}, OptionError, "on_token: found 'x', expected something to call"),
+        ({"prompt_progress_callback": 5}, OptionError, "prompt_progress_callback: found 5"),
+        ({"logits_processors": 5}, OptionError, "logits_processors: found 5, expected a list of functions"),
+        ({"logits_processors": [5]}, OptionError, "logits_processors.0.: found 5"),
+        ({"logit_bias": [1]}, OptionError, "logit_bias: found list, expected a mapping"),
+        ({"logit_bias": {"a": 1}}, OptionError, "logit_bias: found token id 'a', expected 0..271"),
+        ({"logit_bias": {5.5: 1}}, OptionError, "logit_bias: found token id 5.5"),
+        ({"logit_bias": {5: float("nan")}}, OptionError, "logit_bias of token 5: found nan"),
+        ({"repetition_penalty": "x"}, OptionError, "repetition_penalty: found 'x', expected a number of 0 or more"),
+        ({"presence_penalty": float("nan")}, OptionError, "presence_penalty: found nan, expected a finite number"),
+        ({"frequency_penalty": "x"}, OptionError, "frequency_penalty: found 'x', expected a finite number"),
+        ({"stop": 5}, OptionError, "stop: found int, expected a string or a list of strings"),
     ],
 )
 def test_a_bad_option_is_one_line_before_the_first_token(tiny: Tiny, options: dict, error: type, message: str) -> None:
@@ -296,11 +411,58 @@ def test_a_bad_option_is_one_line_before_the_first_token(tiny: Tiny, options: di
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("prompt", "message"), [([], "prompt: found no tokens"), ([5, 9999], "token id 9999")])
-def test_a_bad_prompt_is_refused(tiny: Tiny, prompt: list[int], message: str) -> None:
-    """R73: an id outside the table never reaches the device."""
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt: found no tokens"),
+        ([5, 9999], "token id 9999"),
+        (mx.array([2**32 + 5], mx.int64), "token id 4294967301"),
+        (mx.array([1.5]), r"prompt: found mlx.core.float32 of shape \[1\]"),
+        (mx.array([[5, 6], [7, 8]]), r"prompt: found .* of shape \[2, 2\], expected whole numbers of shape \[tokens\]"),
+        ([1.5], "prompt: found list, expected text or a list of token ids"),
+        ([[5, 6]], "prompt: found list"),
+        (b"abc", "prompt: found bytes"),
+        (None, "prompt: found NoneType"),
+        ("a\ud800", "prompt: found '.ud800' at character 1, half of a surrogate pair"),
+    ],
+)
+def test_a_bad_prompt_is_refused(tiny: Tiny, prompt: Any, message: str) -> None:
+    """R73: an id outside the table never reaches the device; none is rounded, cut to 32 bits or flattened either."""
     with pytest.raises(OptionError, match=message):
         stream_generate(tiny.target.model, tiny.tokenizer, prompt)
+
+
+def test_a_prompt_cache_of_another_model_is_refused_in_one_line(tiny: Tiny) -> None:
+    """With too few caches a model would attend to nothing of the past, or fail somewhere inside."""
+    made = tiny.target.make_caches
+
+    def refusal(caches: Any, model: Any = tiny.target.model) -> str:
+        with pytest.raises(OptionError) as caught:
+            stream_generate(model, tiny.tokenizer, PROMPT, max_tokens=2, prompt_cache=caches)
+        return str(caught.value)
+
+    assert refusal([]) == "prompt_cache: found 0 caches, expected a list of the 3 that make_prompt_cache gives"
+    assert refusal(tuple(made())).startswith("prompt_cache: found tuple")
+    assert refusal(made() + made()).startswith("prompt_cache: found 6 caches")
+    assert refusal([*made()[:2], object()]).startswith("prompt_cache: found object as cache 2")
+    assert refusal([made()[0]] * 3) == "prompt_cache: found one cache object at several places, expected one for each"
+    uneven = made()
+    pair = tiny.pair("perfect", PROMPT, 4)
+    list(stream_generate(pair, tiny.tokenizer, PROMPT, max_tokens=2, prompt_cache=uneven))
+    uneven[2] = made()[2]
+    assert "cache 2 (KVCache) holds 0; expected the same number" in refusal(uneven, pair)
+
+
+def test_more_tokens_to_keep_than_there_are_keeps_all(tiny: Tiny) -> None:
+    """mlx-lm's compiled filter fails on it and leaves MLX's global random state broken for the whole process."""
+    options = {"temp": 1.0, "min_p": 0.5, "min_tokens_to_keep": 10**6, "max_tokens": 3, "seed": 1}
+    for model in (tiny.target.model, tiny.pair("perfect", PROMPT, 3)):
+        assert len(list(stream_generate(model, tiny.tokenizer, PROMPT, **options))) == 3
+    assert 0 <= mx.random.uniform().item() < 1
+
+
+def test_no_stop_is_no_stop(tiny: Tiny) -> None:
+    assert len(list(stream_generate(tiny.target.model, tiny.tokenizer, PROMPT, max_tokens=2, stop=None))) == 2
 
 
 def test_a_bounded_window_with_sinks_runs_plainly_and_is_refused_with_a_draft() -> None:
@@ -347,6 +509,13 @@ def test_quantised_kv_runs_with_a_draft_and_says_what_plain_says(tiny: Tiny) -> 
     """R39 at the edge: a rotating cache cannot be quantised by mlx-lm, and that is one line, not a traceback."""
     with pytest.raises(UnsupportedError, match=r"kv_bits: .*RotatingKVCache"):
         stream_generate(tiny.target.model, tiny.tokenizer, PROMPT, max_tokens=4, kv_bits=8, quantized_kv_start=0)
+
+
+def test_kv_bits_that_would_quantise_nothing_are_refused(tiny: Tiny) -> None:
+    chunked = tiny_models.tiny_llama4(vocab=BYTE_VOCAB)
+    caches = [cache for cache in Target(chunked).make_caches() if type(cache).__name__ == "ChunkedKVCache"]
+    with pytest.raises(UnsupportedError, match="kv_bits: found ChunkedKVCache, expected a cache that mlx-lm can"):
+        KVQuantization(8).check(caches)
 
 
 # ------------------------------------------------------------------ weights, pairs, memory

@@ -23,6 +23,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_dflash.cache import cache_arrays, temporal_rows
+from tests.versions import BEFORE_0_32
 
 HEADS, WIDTH, REJECTED = 2, 32, 500
 _RANDOM = np.random.default_rng(7).normal(size=(3, 1000, HEADS, WIDTH)).astype(np.float32)
@@ -79,6 +80,9 @@ CASES = [
     rotating(2),
     rotating(1),
 ]
+if BEFORE_0_32:
+    # It drops rows that its chunk still needs, with or without a rollback, and is refused.
+    CASES = [case for case in CASES if not case.chunk]
 PROMPTS = [0, 1, 7, 8, 9, 30]
 """Below, at, above and far above a window of 8."""
 

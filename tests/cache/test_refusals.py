@@ -5,10 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache, CacheList, KVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+)
 
 from mlx_dflash.cache import Speculation, check_rollback
 from mlx_dflash.errors import UnsupportedError
+from tests.versions import BEFORE_0_32
 
 from .rows import CASES
 
@@ -48,6 +57,12 @@ def test_a_transaction_over_such_a_cache_does_not_begin(cache: Any) -> None:
     """R36."""
     with pytest.raises(UnsupportedError, match=r"^cache 1"):
         Speculation.begin([KVCache(), cache], 2)
+
+
+@pytest.mark.skipif(not BEFORE_0_32, reason="since mlx-lm 0.32 a chunked cache drops no row that its chunk needs")
+def test_a_chunked_cache_is_refused_where_mlx_lm_drops_rows_that_its_chunk_needs() -> None:
+    with pytest.raises(UnsupportedError, match=r"^cache 0 \(ChunkedKVCache\): mlx-lm 0\.31\..*, expected 0\.32\.0"):
+        check_rollback([ChunkedKVCache(8)])
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not getattr(case.fresh(), "keep", 0)], ids=str)

@@ -9,6 +9,7 @@ import pytest
 from mlx_lm.models.cache import CacheList, ChunkedKVCache, ConcatenateKVCache, KVCache, RotatingKVCache
 
 from mlx_dflash.cache import Speculation, cache_arrays
+from tests.versions import BEFORE_0_32
 
 from .rows import (
     CASES,
@@ -85,6 +86,7 @@ def test_leaving_the_block_without_a_commit_keeps_nothing() -> None:
     assert_all_hold(caches, 20)
 
 
+@pytest.mark.skipif(BEFORE_0_32, reason="refused: mlx-lm before 0.32 drops rows that the chunk needs")
 def test_the_front_that_a_chunked_cache_dropped_in_an_undone_forward_is_back() -> None:
     cache = ChunkedKVCache(8)
     write(cache, range(20))

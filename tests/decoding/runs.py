@@ -17,6 +17,7 @@ from mlx_dflash.decoding.loop import Decoding, KVQuantization, Request
 from mlx_dflash.decoding.results import Round, Stats
 from mlx_dflash.target import Target
 from tests import tiny_models
+from tests.versions import BEFORE_0_32
 
 VOCAB = 64
 WINDOW = 8
@@ -37,6 +38,8 @@ TARGETS: dict[str, Callable[[], nn.Module]] = {
     "wide": lambda: tiny_models.tiny_llama(layers=2, hidden=128, vocab=VOCAB),
     "chunked": lambda: tiny_models.tiny_llama4(layers=4, vocab=VOCAB, chunk=WINDOW),
 }
+if BEFORE_0_32:
+    del TARGETS["chunked"]  # its cache drops rows that the chunk needs, in mlx-lm's own decoding too, and is refused
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import mlx.core as mx
@@ -60,6 +61,15 @@ def test_rows_of_a_block_get_what_each_would_get_alone(dtype: mx.Dtype) -> None:
 def test_top_k_beyond_the_vocabulary_keeps_everything() -> None:
     logprobs = log_softmax(mx.array([[1.0, 2.0, 3.0]]))
     assert mx.array_equal(Filters(temperature=1.0, top_k=50).truncate(logprobs), logprobs).item()
+
+
+@pytest.mark.parametrize("keep", [1, 2, 4, 5, 9])
+def test_min_p_leaves_at_least_so_many_tokens_the_likeliest_ones(keep: int) -> None:
+    logprobs = mx.log(mx.array([[0.05, 0.6, 0.1, 0.04, 0.21], [0.3, 0.1, 0.3, 0.1, 0.2]]))
+    cut = Filters(temperature=1.0, min_p=0.5, min_tokens_to_keep=keep).truncate(logprobs)
+    for row, natural in zip(range(2), (1, 3), strict=True):
+        likeliest = mx.sort(logprobs[row]).tolist()[::-1][: max(keep, natural)]
+        assert sorted((value for value in cut[row].tolist() if value > -math.inf), reverse=True) == likeliest
 
 
 @pytest.mark.parametrize(

@@ -269,8 +269,17 @@ def test_a_fused_projection_beside_its_parts_is_refused(tmp_path):
 
 def test_a_fused_projection_of_odd_rows_is_refused(tmp_path):
     tensors = fused(backbone_tensors(z_lab_config()))
-    tensors["layers.0.self_attn.qkv_proj.weight"] = mx.ones((127, 64))
-    assert "found 127 rows" in refusal(write_draft(tmp_path, z_lab_config(), tensors))
+    for shape, rows in (((127, 64), 127), ((), 0)):
+        tensors["layers.0.self_attn.qkv_proj.weight"] = mx.ones(shape)
+        assert f"found {rows} rows" in refusal(write_draft(tmp_path, z_lab_config(), tensors))
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "embed_tokens.weight"])
+@pytest.mark.parametrize("shape", [(), (64,), (64, 64, 1)])
+def test_a_head_or_table_that_is_no_matrix_is_refused(tmp_path, name, shape):
+    tensors = backbone_tensors(z_lab_config()) | {name: mx.ones(shape)}
+    message = refusal(write_draft(tmp_path, z_lab_config(), tensors))
+    assert f"tensor {name}: found shape {list(shape)}, expected a matrix" in message
 
 
 def test_code_beside_a_checkpoint_is_never_run(tmp_path):

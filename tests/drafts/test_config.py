@@ -97,10 +97,23 @@ def test_a_value_that_is_nowhere_is_one_line_with_the_places_looked_at(change, k
         ({"is_causal": "no"}, "is_causal: found 'no'"),
         ({"final_logit_softcapping": -3}, "final_logit_softcapping: found -3"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps: found 'small'"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps: found 1000"),
+        ({"rope_theta": 10**400}, "rope_theta: found 1000"),
+        ({"rope_theta": 1.0}, "rope_theta: found 1.0, expected a number above 1"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 10**400}}, "rope_scaling.factor: found 1000"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e308}}, "rope_scaling: found {'rope_type': 'linear'"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 1e308, "original_max_position_embeddings": 64}},
+            "numbers that with rope_theta 10000 give finite periods",
+        ),
     ],
 )
 def test_an_impossible_value_is_one_line_with_the_value(change, key):
     assert key in refusal(z_lab_config(**change))
+
+
+def test_a_value_of_a_million_characters_is_not_repeated_in_full():
+    assert len(refusal(z_lab_config(dflash_config={"target_layer_ids": [5] * 10**5}))) < 1000
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,13 @@ def test_packed_tensors_that_the_config_does_not_describe_are_refused(tmp_path, 
         load_draft(folder, pretend_target())
 
 
+@pytest.mark.parametrize("block", [{"bits": 7, "group_size": 64}, {"bits": 4, "group_size": 16}])
+def test_a_packing_that_mlx_does_not_have_is_refused_by_its_numbers(tmp_path, block):
+    folder = packed_folder(tmp_path, block, quantized(backbone_tensors(z_lab_config())))
+    with pytest.raises(UnsupportedError, match=f"found {block['bits']} bits in groups of {block['group_size']}"):
+        load_draft(folder, pretend_target())
+
+
 def test_a_packed_own_head_keeps_its_map(tmp_path):
     config = speculators_config(draft_vocab_size=8, quantization={"group_size": 64, "bits": 4})
     tensors = quantized(backbone_tensors(config) | {"lm_head.weight": head_tensor(8)})

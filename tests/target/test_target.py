@@ -10,18 +10,17 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models import llama, nanochat
+from mlx_lm.models import llama
 
 from mlx_dflash.errors import CheckpointError, OptionError, UnsupportedError
 from mlx_dflash.target import Target
 from tests.tiny_models import (
-    build,
-    config_of,
     tiny_gemma4,
     tiny_gpt_oss,
     tiny_llama,
     tiny_llama4,
     tiny_mistral3,
+    tiny_nanochat,
     tiny_qwen3,
     tiny_qwen3_moe,
 )
@@ -235,24 +234,6 @@ def wrong_scale() -> nn.Module:
     return model
 
 
-def functional_norm() -> nn.Module:
-    return build(
-        config_of(
-            nanochat.Model(
-                nanochat.ModelArgs(
-                    "nanochat",
-                    hidden_size=32,
-                    num_hidden_layers=2,
-                    num_attention_heads=4,
-                    num_key_value_heads=4,
-                    vocab_size=64,
-                    intermediate_size=64,
-                )
-            )
-        )
-    )
-
-
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a layer that runs twice": (lambda: as_class(tiny_llama(), LoopedLlama), "layer 1: called 2 times in one forward"),
     "one object at two places": (shared_layer_object, "one layer object stands at several places"),
@@ -266,7 +247,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "unknown shaping": (lambda: as_class(tiny_llama(), outer=ShapedLlama), "neither a factor nor its config's softcap"),
     "a scale that is not applied": (wrong_scale, "layer 0 sees 1 times its embedding rows, expected 3 times"),
-    "a norm that is no module": (functional_norm, "final norm: not found where mlx-lm's families keep it"),
+    "a norm that is no module": (tiny_nanochat, "final norm: not found where mlx-lm's families keep it"),
     "no text model at all": (lambda: nn.Linear(4, 4), "embedding and decoder layers and final norm: not found"),
 }
 
@@ -280,6 +261,23 @@ def test_a_model_whose_taps_or_head_would_be_wrong_is_refused_with_the_reason(wh
     assert reason in message
     assert "target model_type '" in message and "supported: llama, " in message
     assert "\n" not in message
+
+
+def test_a_model_whose_parts_are_not_found_runs_without_them() -> None:
+    """Only a draft needs taps, embedding and head; sizes are then those of the config."""
+    model = tiny_nanochat()
+    target = Target(model)
+    target.check_runs()
+    assert (target.hidden_size, target.num_layers, target.vocab_size) == (32, 2, 64)
+    assert mx.array_equal(target.forward(IDS, target.make_caches())[0], model(IDS, cache=target.make_caches()))
+    for use in (
+        lambda: target.embed(IDS),
+        lambda: target.head(mx.zeros((1, 32))),
+        lambda: target.forward(IDS, target.make_caches(), (0,)),
+    ):
+        with pytest.raises(UnsupportedError, match="final norm: not found"):
+            use()
+    assert Target(nn.Linear(4, 4)).vocab_size == 0
 
 
 def test_a_forward_that_fails_is_refused_with_its_own_words() -> None:
@@ -297,6 +295,8 @@ def test_a_weight_that_is_not_finite_is_named(value: float) -> None:
         CheckpointError, match=r"tiny: tensor model\.layers\.1\.mlp\.down_proj\.weight: found NaN or inf"
     ):
         Target(model, name="tiny").check()
+    with pytest.raises(CheckpointError, match="found NaN or inf"):
+        Target(model, name="tiny").check_runs()
 
 
 def test_an_overflow_of_finite_weights_is_told_apart_from_a_bad_weight() -> None:

@@ -1,6 +1,6 @@
 """``python -m mlx_dflash``: the command line."""
 
-from .cli.app import main
+from .cli.entry import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

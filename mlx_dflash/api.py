@@ -23,7 +23,7 @@ from .decoding.text import StopStrings
 from .drafts.registry import load_draft
 from .errors import OptionError, UnsupportedError
 from .options import GenerateOptions
-from .pair import Pair, check_can_speculate
+from .pair import NO_DRAFT, Pair, check_can_speculate
 from .prompts import check_prompt_cache, encode_prompt, held_positions
 from .responses import Clock, GenerationResponse, TokenText
 from .target import Target, end_tokens, load_target
@@ -60,7 +60,7 @@ def load(
     """
     if draft_bits not in (None, 4, 8):
         raise OptionError(f"draft_bits: found {draft_bits!r}, expected 4 or 8")
-    if target is None:
+    if target is None or target == hub.BUNDLED_TARGET:
         target, draft = hub.BUNDLED_TARGET, draft or hub.BUNDLED_DRAFT
     target_path = hub.resolve(str(target), role="target", progress=progress, trust_remote_code=trust_remote_code)
     # Both are looked up before either is loaded: a missing draft should not cost the time of loading a target.
@@ -82,7 +82,8 @@ def load(
         raise OptionError("draft_bits and draft_dtype: found without a draft, expected a draft to apply them to")
     elif not lazy:
         wrapped.check_runs()
-    return Pair(wrapped, loaded, end_tokens=end_tokens(tokenizer, config, target_path)), tokenizer
+    ends = end_tokens(tokenizer, config, target_path)
+    return Pair(wrapped, loaded, end_tokens=ends, draft_name=str(draft or "")), tokenizer
 
 
 def generate(
@@ -201,7 +202,7 @@ def _effective_draft(pair: Pair, options: GenerateOptions) -> tuple[Any, Stats]:
     if draft is None:
         if options.depth:
             raise OptionError(f"depth: found {options.depth}, expected a loaded draft to propose with, or no depth")
-        return None, Stats("plain", "no draft is loaded")
+        return None, Stats("plain", "plain decoding was asked for" if options.plain else NO_DRAFT)
     if options.depth is not None and options.depth > draft.max_depth:
         raise OptionError(
             f"depth: found {options.depth}, expected at most {draft.max_depth} "

@@ -15,6 +15,7 @@ from .checks import require_boolean, require_callable, require_integer, require_
 from .decoding.acceptance import ExternalJudge, GreedyJudge, Judge, RejectionJudge
 from .decoding.loop import KVQuantization
 from .decoding.sampling import ExternalSampler, Filters, LogitsProcessor, build_processors
+from .decoding.text import StopStrings
 from .errors import OptionError, UnsupportedError
 
 _MLX_LM_ONLY = {
@@ -123,7 +124,9 @@ class GenerateOptions:
             require_callable(f"logits_processors[{index}]", processor)
         require_number("xtc_probability", self.xtc_probability, 0.0, 1.0)
         require_number("xtc_threshold", self.xtc_threshold, 0.0, 0.5)
-        _ = self.filters, self.stops  # which check themselves, also where nothing uses them
+        # These check themselves, also where nothing will use them.
+        _ = self.filters
+        StopStrings(self.stops)
 
     def _refuse_seed(self, generator: str) -> None:
         """A seed that reaches nobody would be believed to repeat the text."""

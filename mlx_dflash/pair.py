@@ -13,6 +13,9 @@ from .drafts.base import Draft, DraftReport
 from .errors import UnsupportedError
 from .target import Target
 
+NO_DRAFT = "no draft is loaded"
+"""Why a pair without a draft decodes plainly."""
+
 
 @dataclass(frozen=True)
 class TargetReport:
@@ -33,6 +36,8 @@ class LoadReport:
 
     target: TargetReport
     draft: DraftReport | None
+    draft_name: str = ""
+    """How the user called the draft."""
 
     def lines(self) -> list[str]:
         """For people: one line a model."""
@@ -41,9 +46,9 @@ class LoadReport:
         width = f"width {t.hidden_size}, " if t.hidden_size else ""
         lines = [f"target {t.name}: {t.model_type}, {t.layers} layers, {width}{size}"]
         if self.draft is not None:
-            d = self.draft
+            d, name = self.draft, self.draft_name or self.draft.path
             lines.append(
-                f"draft {d.path}: {d.family} ({d.dialect}), block {d.block_size}, up to {d.max_depth} tokens a round, "
+                f"draft {name}: {d.family} ({d.dialect}), block {d.block_size}, up to {d.max_depth} tokens a round, "
                 f"taps {list(d.tap_layers)}, head {d.head}, embedding {d.embedding}, {d.dtype}"
                 + (f", {d.quantization}" if d.quantization and d.quantization != "none" else "")
             )
@@ -62,7 +67,14 @@ class Pair:
         report: what was loaded.
     """
 
-    def __init__(self, target: Target, draft: Draft | None = None, *, end_tokens: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        target: Target,
+        draft: Draft | None = None,
+        *,
+        end_tokens: frozenset[int] = frozenset(),
+        draft_name: str = "",
+    ) -> None:
         """Raises UnsupportedError when there is a draft and the target cannot be rolled back, or its taps or head
         cannot be found. Alone, every target of mlx-lm's decodes plainly."""
         self.target = target
@@ -71,7 +83,7 @@ class Pair:
         if draft is not None:
             check_can_speculate(target)
             target.check(draft.tap_layers)
-        self.report = LoadReport(_describe(target), None if draft is None else draft.report)
+        self.report = LoadReport(_describe(target), None if draft is None else draft.report, draft_name)
 
     @property
     def has_draft(self) -> bool:
@@ -80,7 +92,10 @@ class Pair:
     def replace_draft(self, draft: Draft) -> None:
         """Swap the draft for the requests that start from now on; running ones keep theirs."""
         self.draft = draft
-        self.report = LoadReport(self.report.target, draft.report)
+        self.report = LoadReport(self.report.target, draft.report, self.report.draft_name)
+
+    def __repr__(self) -> str:
+        return f"Pair({'; '.join(self.report.lines()[:2])})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
         return self.target.model(*args, **kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -47,8 +47,8 @@ class GenerationResponse:
     acceptance_length: float
     rounds: int
     drafted: int
-    _logprobs: mx.array
-    _row: int
+    _logprobs: mx.array = field(repr=False)
+    _row: int = field(repr=False)
 
     @property
     def logprobs(self) -> mx.array:

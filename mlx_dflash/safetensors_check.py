@@ -71,7 +71,11 @@ def _read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
         length = int.from_bytes(start[:8], "little")
         if start == _LFS:
             raise CheckpointError(f"{path}: found a Git LFS pointer of {size} bytes, expected weights ('git lfs pull')")
-        if size >= 8 and length > _LARGEST_HEADER:
+        if size < 8:
+            raise CheckpointError(
+                f"{path}: found {size} bytes, expected a safetensors file, truncated or another format"
+            )
+        if length > _LARGEST_HEADER:
             raise CheckpointError(f"{path}: found a header of {length} bytes, expected a safetensors file")
         if size < 8 + length:
             raise CheckpointError(f"{path}: found {size} bytes, expected at least {8 + length}: the file is truncated")

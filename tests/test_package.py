@@ -47,15 +47,25 @@ def test_the_wheel_states_version_licence_and_command(wheel: zipfile.ZipFile) ->
     assert "License-Expression: Apache-2.0\n" in metadata
     assert "Requires-Python: >=3.10\n" in metadata
     assert wheel.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
-    assert "mlx-dflash = mlx_dflash.cli.app:main" in wheel.read(f"{info}/entry_points.txt").decode()
+    assert "mlx-dflash = mlx_dflash.cli.entry:main" in wheel.read(f"{info}/entry_points.txt").decode()
 
 
 def test_the_public_names_are_those_listed_and_nothing_else() -> None:
     """Read in a fresh process: tests import modules that then appear as attributes of the package."""
-    program = "import mlx_dflash, types\nprint(*(n for n, v in vars(mlx_dflash).items() if n[0] != '_'"
-    program += " and not isinstance(v, types.ModuleType)))"
+    program = "import mlx_dflash\nprint(*(n for n in dir(mlx_dflash) if n[0] != '_'))"
     shown = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert set(shown.split()) == set(mlx_dflash.__all__) - {"__version__"}
+    for name in mlx_dflash.__all__:
+        assert getattr(mlx_dflash, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'lod'"):
+        _ = mlx_dflash.lod
+
+
+def test_importing_the_package_loads_no_model_library() -> None:
+    """R23: optional and heavy imports wait for their first use, so --version and Ctrl-C answer at once."""
+    program = "import mlx_dflash, mlx_dflash.cli.entry, sys\nprint([m for m in ('mlx', 'mlx_lm') if m in sys.modules])"
+    shown = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shown.strip() == "[]"
 
 
 def test_lower_bounds_are_read_from_the_project_file() -> None:

@@ -102,6 +102,9 @@ def _report(error: Exception) -> int:
     if isinstance(error, MlxDflashError):
         output.error(str(error))
         return 1
+    if isinstance(error, OSError) and error.strerror:
+        output.error(f"{error.filename or 'stdout'}: {error.strerror}")
+        return 1
     output.error(f"{type(error).__name__}: {error} (not foreseen; {DEBUG}=1 shows where it came from)")
     return 1
 

@@ -109,7 +109,7 @@ Depth = Annotated[
     int | None,
     _option(_SPECULATION, "Tokens a round proposes; default: the draft's trained block.", "--depth", metavar="N"),
 ]
-Plain = Annotated[bool, _option(_SPECULATION, "Run the target alone; no draft is loaded.", "--plain")]
+Plain = Annotated[bool, _option(_SPECULATION, "Run the target alone.", "--plain")]
 Compare = Annotated[
     bool,
     _option(_SPECULATION, "Run plainly, then with the draft; print the ratio and whether texts agree.", "--compare"),

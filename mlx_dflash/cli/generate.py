@@ -76,6 +76,13 @@ def generate(
     given = locals()
     if plain and compare:
         raise OptionError("--compare: found together with --plain, expected one of them")
+    if compare and model is not None and draft is None and not _is_bundled(model):
+        raise OptionError("--compare: found no --draft, expected one to compare plain decoding with")
+    if compare and temp:
+        raise OptionError(f"--compare: found --temp {temp:g}, expected greedy decoding; two samples need not be equal")
+    template = prompts.template_arguments(chat_template_config, chat_template)
+    if chat_template is False and system is not None:
+        raise OptionError("--system: found together with --no-chat-template, expected one of them")
     text = prompts.read_prompt(prompt, prompt_file)
     options = {name: given[name] for name in _OPTIONS}
     options["stop"] = [prompts.unescape(entry) for entry in stop or ()]
@@ -84,7 +91,7 @@ def generate(
     pair, tokenizer = _load(given)
     output.loaded(pair.report, bundled=_is_bundled(model))
     chat = prompts.is_chat(tokenizer, text, wanted=chat_template, system=system, bundled=_is_bundled(model))
-    ids = prompts.encode(tokenizer, text, chat=chat, system=system, config=chat_template_config)
+    ids = prompts.encode(tokenizer, text, chat=chat, system=system, template=template)
     job = _Job(pair, tokenizer, text, ids, chat, max_tokens, options, stats, json)
     raise typer.Exit(_compare(job) if compare else _generate(job))
 
@@ -139,9 +146,8 @@ def _is_bundled(model: str | None) -> bool:
 
 
 def _load(given: dict[str, Any]) -> tuple[Pair, Any]:
-    target, draft = given["model"], given["draft"]
-    if given["plain"]:
-        target, draft = target or BUNDLED_TARGET, None
+    target = given["model"]
+    draft = None if given["plain"] else given["draft"]
     with output.loading("the bundled pair" if target is None else target) as progress:
         return load(
             target,
@@ -218,6 +224,8 @@ def _compare(job: _Job) -> int:
     else:
         output.write(comparison.speculative_text.removesuffix("\n") + "\n")
     output.compared(comparison)
+    if job.stats:
+        output.comparison_table(comparison)
     return 0
 
 

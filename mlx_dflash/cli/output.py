@@ -25,7 +25,7 @@ from rich.text import Text
 
 from ..comparison import Comparison
 from ..hub import Progress as DownloadProgress
-from ..pair import LoadReport
+from ..pair import NO_DRAFT, LoadReport
 from ..responses import GenerationResponse
 
 _console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -131,7 +131,8 @@ def started(response: GenerationResponse, *, chat: bool) -> None:
 
 def _mode(response: GenerationResponse) -> str:
     mode = f"speculative, depth {response.depth}" if response.mode == "speculative" else response.mode
-    return mode + (f" ({response.mode_reason})" if response.mode_reason else "")
+    hint = "; --draft names one" if response.mode_reason == NO_DRAFT else ""
+    return mode + (f" ({response.mode_reason}{hint})" if response.mode_reason else "")
 
 
 def finished(response: GenerationResponse | None, *, interrupted: bool) -> None:
@@ -161,9 +162,23 @@ def table(response: GenerationResponse, from_draft: int) -> None:
     """``--stats``."""
     grid = Table(show_header=False, box=None, pad_edge=False)
     for name, value in (_facts(response) | {"tokens_from_draft": from_draft}).items():
-        shown = "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
-        grid.add_row(name.replace("_", " "), shown)
+        grid.add_row(name.replace("_", " "), _shown(value))
     _console.print(grid)
+
+
+def comparison_table(comparison: Comparison) -> None:
+    """``--compare --stats``: both runs side by side."""
+    grid = Table(box=None, pad_edge=False)
+    for heading in ("", "plain", "with draft"):
+        grid.add_column(heading)
+    fast = _facts(comparison.speculative)
+    for name, value in _facts(comparison.plain).items():
+        grid.add_row(name.replace("_", " "), _shown(value), _shown(fast[name]))
+    _console.print(grid)
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def _facts(response: GenerationResponse) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
     elif argument is None and sys.stdin.isatty():
         raise OptionError("PROMPT: found none, expected text, - for stdin, or --prompt-file")
     else:
-        text = _strip_newline(sys.stdin.read())
+        text = _read_stdin()
     if not text:
         raise OptionError("PROMPT: found an empty text, expected at least one character")
     return text
@@ -39,6 +39,13 @@ def _read_file(file: Path) -> str:
         raise OptionError(f"--prompt-file: {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise OptionError(f"--prompt-file: {file}: found bytes that are not UTF-8, expected text") from error
+
+
+def _read_stdin() -> str:
+    try:
+        return _strip_newline(sys.stdin.buffer.read().decode("utf-8"))
+    except UnicodeDecodeError:
+        raise OptionError("stdin: found bytes that are not UTF-8, expected text") from None
 
 
 def _strip_newline(text: str) -> str:
@@ -60,8 +67,6 @@ def is_chat(tokenizer: Any, prompt: str, *, wanted: bool | None, system: str | N
     if not has_template and (wanted or system is not None):
         flag = "--chat-template" if wanted else "--system"
         raise OptionError(f"{flag}: found a tokenizer without a chat template, expected one with it")
-    if wanted is False and system is not None:
-        raise OptionError("--system: found together with --no-chat-template, expected one of them")
     if wanted is not None:
         return wanted
     if bundled and system is None and re.match(r"(def|class)\s", prompt):
@@ -69,29 +74,35 @@ def is_chat(tokenizer: Any, prompt: str, *, wanted: bool | None, system: str | N
     return has_template
 
 
-def encode(tokenizer: Any, prompt: str, *, chat: bool, system: str | None, config: str | None) -> str | list[int]:
+def encode(tokenizer: Any, prompt: str, *, chat: bool, system: str | None, template: dict[str, Any]) -> str | list[int]:
     """Token ids of a chat turn, as mlx-lm's own command line makes them, or the text itself.
 
     Raises:
-        OptionError: the template refuses the messages, or its arguments are no JSON object.
+        OptionError: the template refuses the messages.
     """
-    arguments = _template_arguments(config)
     if not chat:
         return prompt
     messages = [{"role": "user", "content": prompt}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)
     except Exception as error:  # templates are programs of their own and raise what they like
         cause = " ".join(str(error).split())
         raise OptionError(f"chat template: {type(error).__name__}: {cause}; --no-chat-template does without") from error
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def _template_arguments(config: str | None) -> dict[str, Any]:
+def template_arguments(config: str | None, wanted: bool | None) -> dict[str, Any]:
+    """``--chat-template-config``, which only a chat uses.
+
+    Raises:
+        OptionError: it is no JSON object, or the chat template is switched off.
+    """
     if config is None:
         return {}
+    if wanted is False:
+        raise OptionError("--chat-template-config: found together with --no-chat-template, expected one of them")
     try:
         arguments = json.loads(config)
     except ValueError as error:

@@ -30,8 +30,9 @@ class Run:
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
     """``run("generate", "hello", stdin=...)``: no terminal is attached to any stream."""
 
-    def run(*arguments: str, stdin: str = "") -> Run:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    def run(*arguments: str, stdin: str | bytes = "") -> Run:
+        sent = stdin.encode() if isinstance(stdin, str) else stdin
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(sent)))
         capsys.readouterr()
         code = main(arguments)
         out, err = capsys.readouterr()

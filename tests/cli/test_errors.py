@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 import mlx_dflash
 from mlx_dflash import hub
+from mlx_dflash.cli import entry
 from tests.cli.conftest import Run
 
 Runner = Callable[..., Run]
@@ -129,3 +131,46 @@ def test_help_shows_examples(run: Runner) -> None:
     for arguments in ((), ("--help",), ("generate", "--help")):
         result = run(*arguments)
         assert result.code == 0 and 'mlx-dflash generate "def fibonacci("' in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--temp", "-1"), "--temp: found -1.0"),
+        (("--top-p", "2"), "--top-p: found 2.0"),
+        (("--stop", ""), "--stop: found ''"),
+        (("--chat-template-config", "{bad"), "--chat-template-config: found '{bad'"),
+        (("--chat-template-config", "{}", "--no-chat-template"), "--chat-template-config: found together with"),
+        (("--system", "x", "--no-chat-template"), "--system: found together with --no-chat-template"),
+        (("--compare", "--temp", "3"), "--compare: found --temp 3, expected greedy decoding"),
+        (("--compare", "-m", "some/target"), "--compare: found no --draft"),
+        (("--logit-bias", "-3=1"), "--logit-bias: found token id -3"),
+    ],
+)
+def test_a_wrong_flag_is_told_before_anything_is_loaded(
+    run: Runner, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        pytest.fail("models were loaded first")
+
+    monkeypatch.setattr("mlx_dflash.cli.generate.load", load)
+    result = run("generate", "hello", *arguments)
+    assert result.code == 2
+    assert result.err.startswith(f"error: {message}") and result.err.count("\n") == 1
+
+
+def test_bytes_that_are_no_text_are_refused_from_stdin_too(run: Runner) -> None:
+    result = run("generate", "-", stdin=b"\xff\xfe\x00bad")
+    assert (result.code, result.err) == (2, "error: stdin: found bytes that are not UTF-8, expected text\n")
+
+
+def test_ctrl_c_while_the_program_is_being_imported_is_quiet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Importing:
+        def __getattr__(self, name: str) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "mlx_dflash.cli.app", Importing())
+    assert entry.main() == 130
+    assert capsys.readouterr().err == "interrupted\n"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import mlx_dflash
 from mlx_dflash import hub
 from mlx_dflash.cli import prompt as prompts
 from mlx_dflash.errors import OptionError
@@ -186,7 +187,7 @@ class _Refusing:
 
 def test_a_template_that_refuses_is_one_line() -> None:
     with pytest.raises(OptionError, match="chat template: RuntimeError: System role not supported; --no-chat-template"):
-        prompts.encode(_Refusing(), "hello", chat=True, system="x", config=None)
+        prompts.encode(_Refusing(), "hello", chat=True, system="x", template={})
 
 
 def test_a_system_message_needs_a_template() -> None:
@@ -196,3 +197,20 @@ def test_a_system_message_needs_a_template() -> None:
     with pytest.raises(OptionError, match="--system: found a tokenizer without a chat template"):
         prompts.is_chat(Bare(), "hello", wanted=None, system="x", bundled=False)
     assert prompts.is_chat(Bare(), "hello", wanted=None, system=None, bundled=False) is False
+
+
+def test_compare_with_stats_shows_both_runs(run: Runner) -> None:
+    result = run("generate", PROMPT, "--compare", "--stats", "-n", "8")
+    assert result.code == 0
+    rows = [line.split() for line in result.err.splitlines() if line.startswith("rounds")]
+    assert [row[1] for row in rows] == ["8"] and int(rows[0][2]) < 8
+
+
+def test_the_bundled_pair_by_name_is_the_pair_and_plain_says_that_it_was_asked_for(run: Runner) -> None:
+    assert "speculative, depth 15" in run("generate", PROMPT, "-m", "bundled", "-n", "4").err
+    assert "plain (plain decoding was asked for)" in run("generate", PROMPT, "--plain", "-n", "4").err
+
+
+def test_a_target_alone_says_how_to_name_a_draft(run: Runner) -> None:
+    target = Path(mlx_dflash.__file__).parent / "data" / "pair" / "target"
+    assert "plain (no draft is loaded; --draft names one)" in run("generate", PROMPT, "-m", str(target), "-n", "4").err

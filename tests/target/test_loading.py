@@ -225,7 +225,7 @@ ADVERSARIAL: dict[str, tuple[Damage, type[MlxDflashError], str]] = {
     "generation config broken": (write("generation_config.json", "{"), ConfigError, "generation_config.json: line 1"),
     "weights missing": (remove(W), CheckpointError, "found no model*.safetensors, expected weights beside config.json"),
     "weights are pickles": (only_pickles, CheckpointError, "the target's weights only as pickle (pytorch_model.bin)"),
-    "weights empty": (truncate(0), CheckpointError, "model.safetensors: found 0 bytes, expected at least 8"),
+    "weights empty": (truncate(0), CheckpointError, "model.safetensors: found 0 bytes, expected a safetensors file"),
     "header cut": (truncate(100), CheckpointError, "model.safetensors: found 100 bytes, expected at least "),
     "data cut": (truncate(20_000), CheckpointError, "model.safetensors: found 20000 bytes, expected "),
     "weights are an LFS pointer": (

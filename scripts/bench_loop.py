@@ -119,8 +119,9 @@ def random_draft(folder: Path) -> Path:
 
 @dataclass
 class Parts:
-    """Seconds spent in the two forward passes of timed rounds, and how many rounds."""
+    """Seconds spent in the two forward passes of timed rounds; ``rows`` is what a whole block has."""
 
+    rows: int
     draft: list[float] = field(default_factory=list)
     verify: list[float] = field(default_factory=list)
 
@@ -139,7 +140,8 @@ class TimedTarget:
         begin = time.perf_counter()
         result = self._target.forward(ids, caches, taps)
         mx.eval([r for r in result if r is not None])
-        self._parts.verify.append(time.perf_counter() - begin)
+        if ids.shape[1] == self._parts.rows:
+            self._parts.verify.append(time.perf_counter() - begin)
         return result
 
 
@@ -186,12 +188,15 @@ def decoding(pair: Pair, prompt: list[int], tokens: int, depth: int, parts: Part
 
 @dataclass
 class Timing:
-    """Of one run, prefill left out: seconds and rounds after the first, tokens they brought, peak bytes."""
+    """Of one run, prefill and first round left out: seconds of each round, tokens they brought, peak bytes."""
 
-    seconds: float
-    rounds: int
+    laps: list[float]
     tokens: int
     peak: int
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.laps)
 
     @property
     def rate(self) -> float:
@@ -204,9 +209,12 @@ def timed(steps: Callable[[], Iterator[int]]) -> Timing:
     mx.reset_peak_memory()
     iterator = steps()
     next(iterator)
-    begin = time.perf_counter()
-    counts = list(iterator)
-    return Timing(time.perf_counter() - begin, len(counts), sum(counts), mx.get_peak_memory())
+    laps, tokens, begin = [], 0, time.perf_counter()
+    for count in iterator:
+        now = time.perf_counter()
+        laps.append(now - begin)
+        tokens, begin = tokens + count, now
+    return Timing(laps, tokens, mx.get_peak_memory())
 
 
 def mlx_lm_steps(pair: Pair, prompt: list[int], tokens: int) -> Iterator[int]:
@@ -235,30 +243,29 @@ def bench(name: str, pair: Pair, prompt: list[int], tokens: int, depth: int, rep
     for steps in ways.values():
         timed(steps)
     found: dict[str, list[Timing]] = {way: [] for way in ways}
-    overheads: list[float] = []
-    draft_ms: list[float] = []
-    verify_ms: list[float] = []
-    round_ms: list[float] = []
+    parts = Parts(depth + 1)
+    rounds: list[float] = []
     names = list(ways)
     for repetition in range(repeat):
         shift = repetition % len(names)
         for way in names[shift:] + names[:shift]:
             found[way].append(timed(ways[way]))
-        parts = Parts()
-        timed(partial(our_steps, pair, prompt, tokens, depth, parts))
-        # The first verify entries are prefill chunks; one draft entry a round says how many are rounds.
-        rounds = len(parts.draft)
-        draft, verify = statistics.median(parts.draft), statistics.median(parts.verify[-rounds:])
-        last = found["speculative"][-1]
-        a_round = last.seconds / last.rounds
-        overheads.append((a_round - draft - verify) / a_round)
-        for series, seconds in ((draft_ms, draft), (verify_ms, verify), (round_ms, a_round)):
-            series.append(seconds * 1e3)
-    return report(name, pair, found, overheads, (draft_ms, verify_ms, round_ms))
+            if way != "mlx-lm":
+                continue
+            # Whole rounds on either side of the timed parts: a machine that drifts then drifts for both.
+            rounds += timed(ways["speculative"]).laps
+            timed(partial(our_steps, pair, prompt, tokens, depth, parts))
+            rounds += timed(ways["speculative"]).laps
+    return report(name, pair, found, parts, rounds)
+
+
+def undisturbed(seconds: list[float]) -> float:
+    """The lower quartile: other work on the machine makes a round slower, never faster."""
+    return statistics.quantiles(seconds, n=4)[0]
 
 
 def report(
-    name: str, pair: Pair, found: dict[str, list[Timing]], overheads: list[float], parts_ms: tuple[list[float], ...]
+    name: str, pair: Pair, found: dict[str, list[Timing]], parts: Parts, rounds: list[float]
 ) -> list[tuple[str, str]]:
     def ratio(a: str, b: str) -> str:
         ratios = [x.rate / y.rate for x, y in zip(found[a], found[b], strict=True)]
@@ -272,16 +279,16 @@ def report(
     peak = max(t.peak for t in found["speculative"])
     allowed = (plain_peak + pair.draft.report.weight_bytes) * 1.05
     if_counted = "the draft's weights are resident in both, so they are counted once"
-    draft, verify, a_round = (statistics.median(values) for values in parts_ms)
+    draft, verify, a_round = (undisturbed(series) * 1e3 for series in (parts.draft, parts.verify, rounds))
     last = found["speculative"][-1]
     return [
         (f"{name}: mlx-lm", rate("mlx-lm")),
         (f"{name}: plain", rate("plain")),
-        (f"{name}: speculative", f"{rate('speculative')}, {last.tokens / last.rounds:.2f} tokens a round"),
+        (f"{name}: speculative", f"{rate('speculative')}, {last.tokens / len(last.laps):.2f} tokens a round"),
         (f"{name}: plain / mlx-lm", ratio("plain", "mlx-lm")),
         (f"{name}: speculative / plain", ratio("speculative", "plain")),
         (f"{name}: round", f"{a_round:.2f} ms = draft {draft:.2f} + verify {verify:.2f} + the rest"),
-        (f"{name}: round overhead", f"{statistics.median(overheads) * 100:.1f} %"),
+        (f"{name}: round overhead", f"{(a_round - draft - verify) / a_round * 100:.1f} %"),
         (f"{name}: peak memory", f"{peak / 1e6:.1f} MB, plain {plain_peak / 1e6:.1f} MB ({if_counted})"),
         (f"{name}: peak within plain + draft + 5 %", "yes" if peak <= allowed else f"no, {allowed / 1e6:.1f} allowed"),
     ]

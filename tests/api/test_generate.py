@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,6 +17,7 @@ import mlx_dflash
 from mlx_dflash import OptionError, UnsupportedError, stream_generate
 from mlx_dflash.cache import positions
 from mlx_dflash.decoding.loop import KVQuantization
+from mlx_dflash.drafts.dflash import DFlashDraft
 from mlx_dflash.pair import Pair
 from mlx_dflash.target import Target
 from tests import stub_drafts, tiny_models
@@ -84,6 +86,17 @@ def test_a_miswired_draft_stays_below_the_floor(bundled: Any, tmp_path: Path, mi
     (tmp_path / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
     pair, tokenizer = mlx_dflash.load(BUNDLED_PAIR / "target", tmp_path)
     assert acceptance(pair, tokenizer) < FLOOR < acceptance(*bundled)
+
+
+def test_a_draft_read_one_slot_off_stays_below_the_floor(bundled: Any) -> None:
+    """R07: predict-at read as predict-next. The text is still the target's; only the acceptance tells."""
+    pair, tokenizer = bundled
+    draft = pair.draft
+    shifted = DFlashDraft(replace(draft.config, first_row=0), draft.parts, draft.path)
+    off = Pair(pair.target, shifted, end_tokens=pair.end_tokens)
+    text = "".join(r.text for r in stream_generate(off, tokenizer, "def fibonacci(", max_tokens=40))
+    assert text == "".join(r.text for r in stream_generate(pair, tokenizer, "def fibonacci(", max_tokens=40))
+    assert acceptance(off, tokenizer) < FLOOR / 2
 
 
 def test_sampling_keeps_most_of_the_acceptance_on_the_bundled_pair(bundled: Any) -> None:

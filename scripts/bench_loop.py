@@ -1,9 +1,10 @@
 """Measures the loop itself on this machine and prints one table: plain decoding against mlx-lm's, what a round costs
 beside its two forward passes, and peak memory.
 
-Everything is interleaved in one process and reported as medians of ratios taken within a repetition, because machines
-drift. Two pairs: the bundled one, and a larger one with random weights (bfloat16, about 100 M parameters) whose draft
-accepts nothing, so that every round pays for its full block.
+Everything is interleaved in one process, because machines drift: rates as medians of ratios taken within a repetition,
+the parts of a round as lower quartiles, because other work makes a round slower and never faster.
+Two pairs: the bundled one, and a larger one with random weights (bfloat16, about 100 M parameters) whose draft accepts
+nothing, so that every round pays for its full block.
 
     python scripts/bench_loop.py [--repeat 7] [--tokens 96] [--depth N] [--pair bundled|large|both]
 """

@@ -215,6 +215,8 @@ def test_release_makes_the_rows_final() -> None:
 def test_a_target_without_caches_is_no_special_case() -> None:
     with Speculation.begin([], 3) as speculation:
         speculation.commit(2)
+    with pytest.raises(ValueError, match="keep: 3"):
+        speculation.commit(3)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

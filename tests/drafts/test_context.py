@@ -275,7 +275,8 @@ def test_nothing_waits_for_the_device(drafts):
             session.commit(states, session.position)
             return proposal.tokens, proposal.probs, proposal.finite
 
-        mx.compile(round_)(features(20), ANCHOR)
+        tokens, q, finite = mx.compile(round_)(features(20), ANCHOR)
+        assert tokens.shape == (5,) and q.shape[0] == 5 and finite.item()
 
 
 # ------------------------------------------------------------------- masks

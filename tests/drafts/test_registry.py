@@ -234,7 +234,8 @@ def shipping(folder, vocabulary, config=None, *, added=(), unigram=False):
 
 @pytest.mark.parametrize("unigram", [False, True])
 def test_the_same_tokenizer_is_accepted(tmp_path, unigram):
-    load_draft(shipping(tmp_path, TOKENS, unigram=unigram), pretend_target(), tokenizer=Tokenizer(TOKENS))
+    folder = shipping(tmp_path, TOKENS, unigram=unigram)
+    assert load_draft(folder, pretend_target(), tokenizer=Tokenizer(TOKENS)).report.family == "dflash"
 
 
 def test_permuted_ids_are_refused_naming_the_first_token_with_both_ids(tmp_path):
@@ -260,7 +261,7 @@ def test_added_tokens_are_compared_too(tmp_path):
 def test_tokens_that_only_one_side_added_are_no_difference(tmp_path):
     target_side = Tokenizer(TOKENS | {"<tool>": VOCAB - 1})
     folder = shipping(tmp_path, TOKENS, added=[("<draft>", VOCAB - 2)])
-    load_draft(folder, pretend_target(), tokenizer=target_side)
+    assert load_draft(folder, pretend_target(), tokenizer=target_side).report.family == "dflash"
 
 
 def test_a_real_tokenizer_is_compared_with_itself(tmp_path):
@@ -290,7 +291,7 @@ def _swapped(content):
 
 
 def test_without_a_tokenizer_at_hand_nothing_is_compared(tmp_path):
-    load_draft(shipping(tmp_path, {"x": 0}), pretend_target())
+    assert load_draft(shipping(tmp_path, {"x": 0}), pretend_target()).report.family == "dflash"
 
 
 @pytest.mark.parametrize("text", ["{", "[1", "\xff"])

@@ -45,7 +45,7 @@ class StubDraft:
         self.report = report(block_size, taps)
         self.sessions: list[StubSession] = []
 
-    def open(self, target, position: int = 0) -> StubSession:
+    def open(self, target, position: int = 0, memory=None) -> StubSession:
         self.sessions.append(StubSession(self, position))
         return self.sessions[-1]
 
@@ -59,13 +59,15 @@ class StubSession:
     def __init__(self, draft: StubDraft, position: int) -> None:
         self.draft, self.start, self.position = draft, position, position
         self.features: list[mx.array] = []
+        self.tokens: list[int] = []
         self.rounds = 0
         self.anchors: list[tuple[int, int]] = []
 
-    def commit(self, features: mx.array, position: int) -> None:
-        if position != self.position:
-            raise ValueError(f"told position {position}, expected {self.position}")
+    def commit(self, features: mx.array, position: int, tokens: Sequence[int]) -> None:
+        if position != self.position or len(tokens) != features.shape[1]:
+            raise ValueError(f"told position {position} with {len(tokens)} tokens, expected {self.position}")
         self.features.append(features)
+        self.tokens += tokens
         self.position += features.shape[1]
 
     def propose(self, anchor: mx.array, depth: int, sampler: DraftSampler | None) -> Proposal:
@@ -81,6 +83,7 @@ class StubSession:
     def rewind(self, position: int) -> None:
         rows = mx.concatenate(self.features, axis=1)[:, : position - self.start]
         self.features, self.position = [rows], position
+        del self.tokens[position - self.start :]
 
     def arrays(self) -> list[mx.array]:
         return self.features

@@ -109,10 +109,16 @@ class RejectionJudge:
         if not self.sample_draft:
             return None
 
+        fresh = key
+
         def draw(logits: mx.array) -> tuple[mx.array, mx.array]:
+            nonlocal fresh
+            # One key for every call: slots drawn with the same noise would depend on each other beyond their q.
+            assert fresh is not None
+            fresh, own = mx.random.split(fresh, 2)
             logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
             weights = self.filters.log_weights(logprobs)
-            tokens = mx.random.categorical(weights, axis=-1, key=key).astype(mx.int32)
+            tokens = mx.random.categorical(weights, axis=-1, key=own).astype(mx.int32)
             return tokens, mx.softmax(weights, axis=-1)
 
         return draw

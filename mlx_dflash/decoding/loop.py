@@ -132,7 +132,7 @@ class Decoding:
         self._taps = tap_layers
         self._max_depth = max_depth
         self.position = position
-        self._anchor = mx.array(request.prompt[-1:], mx.int32)
+        self._anchor, self._anchor_id = mx.array(request.prompt[-1:], mx.int32), request.prompt[-1]
         self._key = request.key
         # mlx-lm processors see every token fed so far; kept on the device, and only when somebody looks.
         self._history = mx.array(request.prompt[:-1], mx.int32) if request.processors else None
@@ -155,7 +155,7 @@ class Decoding:
             ids = mx.array(prompt[done : done + rows], mx.int32)[None]
             _, features = self.target.forward(ids, self.caches, self._taps)
             self.request.kv.apply(self.caches)
-            self._advance(rows, features)
+            self._advance(prompt[done : done + rows], features)
             mx.eval(self._state())
             done += rows
             progress(done, total)
@@ -226,8 +226,8 @@ class Decoding:
             speculation.commit(keep)
         self._remember(block[:keep])
         self._open = _OpenRound(speculation, self.position, accepted_count)
-        self._anchor, self._fed = token, False
-        self._advance(keep, features)
+        self._advance([self._anchor_id, *drafted][:keep], features)
+        self._anchor, self._anchor_id, self._fed = token, own, False
         if not finite:
             self._park("the draft's logits were not finite; the rest of this answer was decoded plainly")
         self.request.depth.observe(len(drafted), accepted_count)
@@ -324,11 +324,12 @@ class Decoding:
                 return tuple(within[: index + 1]), "stop"
         return tuple(within), "length" if budget is not None and len(within) == budget else None
 
-    def _advance(self, rows: int, features: mx.array | None) -> None:
-        """``rows`` more positions are part of the sequence: tell the draft."""
-        if self.session is not None and features is not None and rows:
-            self.session.commit(features[:, :rows], self.position)
-        self.position += rows
+    def _advance(self, tokens: Sequence[int], features: mx.array | None) -> None:
+        """These tokens are part of the sequence now: tell the draft."""
+        if self.session is not None and tokens:
+            rows = None if features is None else features[:, : len(tokens)]
+            self.session.commit(rows, self.position, tokens)
+        self.position += len(tokens)
 
     def _park(self, reason: str) -> None:
         self.session, self.parked = None, True
@@ -353,7 +354,7 @@ class Decoding:
 
     def _feed_anchor(self) -> None:
         _, features = self.target.forward(self._anchor[None], self.caches, self._taps)
-        self._advance(1, features)
+        self._advance([self._anchor_id], features)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Parameter names are the checkpoint's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,7 +14,6 @@ import mlx.nn as nn
 from .config import DraftConfig
 from .context import LayerContext
 from .layout import LayerLayout
-from .quantization import Packing
 from .rope import Rotary
 
 Masks = Callable[[LayerLayout, int, int], "mx.array | str | None"]
@@ -30,6 +29,7 @@ class Attention(nn.Module):
         self._heads, self._kv_heads, self._width = config.num_heads, config.num_kv_heads, width
         self._layout, self._rotary = layout, Rotary(layout.rope)
         self._scale = width**-0.5 * layout.rope.amplitude**2
+        self._value_scale = config.value_scale
         self.q_proj = nn.Linear(hidden, self._heads * width, bias=bias)
         self.k_proj = nn.Linear(hidden, self._kv_heads * width, bias=bias)
         self.v_proj = nn.Linear(hidden, self._kv_heads * width, bias=bias)
@@ -43,10 +43,15 @@ class Attention(nn.Module):
     def keys_values(self, x: mx.array, position: int) -> tuple[mx.array, mx.array]:
         """``x [1, rows, H]`` from ``position`` on -> rotated K and plain V, ``[1, kv heads, rows, head_dim]``."""
         keys = self._rotary(self.k_norm(self._split(self.k_proj(x), self._kv_heads)).swapaxes(1, 2), position)
-        return keys, self._split(self.v_proj(x), self._kv_heads).swapaxes(1, 2)
+        values = self._split(self.v_proj(x), self._kv_heads).swapaxes(1, 2)
+        return keys, values if self._value_scale == 1.0 else values * self._value_scale
 
     def __call__(self, x: mx.array, context: LayerContext, masks: Masks, position: int) -> mx.array:
-        """``x [1, rows, H]``, the normed block whose anchor sits at ``position``."""
+        """``x [1, rows, H]``, the normed block whose anchor sits at ``position`` -> ``[1, rows, H]``."""
+        return self.o_proj(self.heads(x, context, masks, position))
+
+    def heads(self, x: mx.array, context: LayerContext, masks: Masks, position: int) -> mx.array:
+        """``[1, rows, heads * head_dim]``, before the output projection."""
         rows = x.shape[1]
         queries = self._rotary(self.q_norm(self._split(self.q_proj(x), self._heads)).swapaxes(1, 2), position)
         keys, values, seen = context.with_block(*self.keys_values(x, position))
@@ -58,7 +63,7 @@ class Attention(nn.Module):
             mask=masks(self._layout, seen, rows),
             sinks=self.attention_sink_bias if self._sinks else None,
         )
-        return self.o_proj(mixed.swapaxes(1, 2).reshape(1, rows, -1))
+        return mixed.swapaxes(1, 2).reshape(1, rows, -1)
 
     def _split(self, x: mx.array, heads: int) -> mx.array:
         return x.reshape(1, x.shape[1], heads, self._width)
@@ -88,7 +93,13 @@ class Layer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
+    def keys_values(self, fused: mx.array, position: int) -> tuple[mx.array, mx.array]:
+        """This layer's context rows ``[1, kv heads, rows, head_dim]`` of fused features from ``position`` on, which are
+        not normed again."""
+        return self.self_attn.keys_values(fused, position)
+
     def __call__(self, x: mx.array, context: LayerContext, masks: Masks, position: int) -> mx.array:
+        """``x [1, rows, H]``, the block whose anchor sits at ``position`` -> ``[1, rows, H]``."""
         x = x + self.self_attn(self.input_layernorm(x), context, masks, position)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -96,13 +107,21 @@ class Layer(nn.Module):
 class Backbone(nn.Module):
     """The draft's layers between features and hidden states, and its own table and head where it has them."""
 
-    def __init__(self, config: DraftConfig, *, embedding_rows: int | None, head_rows: int | None) -> None:
-        """``embedding_rows`` and ``head_rows`` are ``None`` for what the target lends."""
+    def __init__(
+        self,
+        config: DraftConfig,
+        *,
+        embedding_rows: int | None,
+        head_rows: int | None,
+        layer: Callable[[DraftConfig, LayerLayout], nn.Module] = Layer,
+    ) -> None:
+        """``embedding_rows`` and ``head_rows`` are ``None`` for what the target lends. ``layer`` makes one layer, with
+        the calls of :class:`Layer`."""
         super().__init__()
         hidden = config.hidden_size
         self.fc = nn.Linear(len(config.tap_layers) * config.target_hidden_size, hidden, bias=False)
         self.hidden_norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
-        self.layers = [Layer(config, layout) for layout in config.layers]
+        self.layers = [layer(config, layout) for layout in config.layers]
         self.norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
         if embedding_rows is not None:
             self.embed_tokens = nn.Embedding(embedding_rows, hidden)
@@ -118,35 +137,3 @@ class Backbone(nn.Module):
         for layer, context in zip(self.layers, contexts, strict=True):
             x = layer(x, context, masks, position)
         return self.norm(x)
-
-
-def parameter_shapes(
-    config: DraftConfig, packings: Mapping[str, Packing], *, embedding_rows: int | None, head_rows: int | None
-) -> dict[str, tuple[int, ...]]:
-    """Every tensor a checkpoint of this config must hold, and nothing else."""
-    hidden, inner, width = config.hidden_size, config.intermediate_size, config.head_dim
-    q, kv = config.num_heads * width, config.num_kv_heads * width
-    matrices = {"fc": (hidden, len(config.tap_layers) * config.target_hidden_size)}
-    vectors = {"hidden_norm.weight": hidden, "norm.weight": hidden}
-    for i in range(len(config.layers)):
-        attention, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
-        rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        matrices |= {f"{attention}.{name}": (count, hidden) for name, count in rows.items()}
-        matrices[f"{attention}.o_proj"] = (hidden, q)
-        matrices |= {f"{mlp}.gate_proj": (inner, hidden), f"{mlp}.up_proj": (inner, hidden)}
-        matrices[f"{mlp}.down_proj"] = (hidden, inner)
-        vectors |= {f"{attention}.q_norm.weight": width, f"{attention}.k_norm.weight": width}
-        vectors |= {f"layers.{i}.{name}.weight": hidden for name in ("input_layernorm", "post_attention_layernorm")}
-        if config.attention_bias:
-            vectors |= {f"{attention}.{name}.bias": count for name, count in {**rows, "o_proj": hidden}.items()}
-        if config.attention_sinks:
-            vectors[f"{attention}.attention_sink_bias"] = config.num_heads
-    if embedding_rows is not None:
-        matrices["embed_tokens"] = (embedding_rows, hidden)
-    if head_rows is not None:
-        matrices["lm_head"] = (head_rows, hidden)
-    shapes: dict[str, tuple[int, ...]] = {name: (length,) for name, length in vectors.items()}
-    for path, (count, columns) in matrices.items():
-        packing = packings.get(path)
-        shapes |= {f"{path}.weight": (count, columns)} if packing is None else packing.shapes(path, count, columns)
-    return shapes

@@ -14,7 +14,10 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 DraftSampler = Callable[[mx.array], "tuple[mx.array, mx.array]"]
-"""``logits [n, V] -> (tokens [n] int32, q [n, V] float32)``: draws one token a row and says from which distribution."""
+"""``logits [n, V] -> (tokens [n] int32, q [n, V] float32)``: draws one token a row and says from which distribution.
+
+Every call draws anew, so a draft whose rows depend on each other calls it row by row. ``V`` may be any set of choices,
+such as a row's candidates."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,14 @@ class DraftSession(Protocol):
         """Number of committed positions the session has been told: the position of the anchor."""
         ...
 
-    def commit(self, features: mx.array, position: int) -> None:
-        """Take in the target features of positions that are now part of the sequence.
+    def commit(self, features: mx.array | None, position: int, tokens: Sequence[int]) -> None:
+        """Take in positions that are now part of the sequence.
 
         Args:
-            features: ``[1, rows, T * H_target]``, the taps concatenated on the last axis in ``tap_layers`` order.
+            features: ``[1, rows, T * H_target]``, the taps concatenated on the last axis in ``tap_layers`` order;
+                ``None`` when the draft has no taps.
             position: absolute position of the first row; must equal ``self.position``.
+            tokens: ids at these positions, one a row. The token after the last of them is the next anchor.
 
         Raises:
             ValueError: a position was skipped or told twice.
@@ -57,10 +62,11 @@ class DraftSession(Protocol):
         ...
 
     def propose(self, anchor: mx.array, depth: int, sampler: DraftSampler | None) -> Proposal | None:
-        """Propose ``depth`` tokens to follow the anchor.
+        """Propose up to ``depth`` tokens to follow the anchor; ``None`` for none, which makes a plain step.
 
         Args:
-            anchor: ``[1]`` int32, the last committed token; it sits at ``self.position``.
+            anchor: ``[1]`` int32, the last committed token; it sits at ``self.position``. The host knows it already,
+                so reading it waits for nothing.
             depth: 1 .. ``Draft.max_depth``.
             sampler: ``None`` proposes the greedy choice with a one-hot q.
         """
@@ -96,6 +102,8 @@ class DraftReport:
     """One entry a draft layer, such as ``sliding 2048, causal``."""
     ignored: tuple[str, ...] = ()
     """Config keys and tensors that were read and deliberately not used, each with the reason."""
+    config: tuple[tuple[str, Any, str], ...] = ()
+    """The config as it was understood: ``(name, value, the place it was read from or the rule that gave it)``."""
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -108,16 +116,35 @@ class Draft(Protocol):
     """The most tokens one round can propose: ``block_size - 1`` for predict-at drafts, ``block_size`` for
     predict-next."""
     tap_layers: tuple[int, ...]
-    """Target layers whose outputs are the features, 0-based; -1 is the embedding output."""
+    """Target layers whose outputs are the features, 0-based; -1 is the embedding output, and the number of layers the
+    output of the final norm. Empty for a draft that needs no features."""
     report: DraftReport
 
-    def open(self, target: TargetFacts, position: int = 0) -> DraftSession:
-        """Start a sequence against ``target``. With ``position > 0`` the session knows nothing of the positions before
-        it (a prompt cache brought them): its context starts there."""
+    def open(self, target: TargetFacts, position: int = 0, memory: TargetMemory | None = None) -> DraftSession:
+        """Start a sequence against ``target``.
+
+        Args:
+            position: above 0 the session knows nothing of the positions before it (a prompt cache brought them): its
+                context starts there.
+            memory: the target's own keys and values of this sequence, for the few drafts that attend to them.
+        """
         ...
 
     def widened(self) -> Draft | None:
         """The same draft computing in float32, or ``None`` when it already does."""
+        ...
+
+
+class TargetMemory(Protocol):
+    """Read-only view of what the target's caches hold of one sequence, always of exactly the committed positions."""
+
+    def keys_values(self, layer: int) -> tuple[mx.array, mx.array]:
+        """``[1, kv heads, rows, head dim]`` twice: rotated keys and the values of the newest ``rows`` positions that
+        the cache of target layer ``layer`` holds, in time order.
+
+        Raises:
+            UnsupportedError: that layer keeps no such rows.
+        """
         ...
 
 

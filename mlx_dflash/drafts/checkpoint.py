@@ -6,8 +6,8 @@ Knows safetensors and publishers' spellings; not which tensors a family needs, n
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from ..errors import CheckpointError, UnsupportedError
 from ..safetensors_check import INDEX, TensorHeader, check_safetensors, refuse_pickles, shards_of
-from .keys import read_json
+from .keys import ConfigRecord, read_json
 
 _PATTERNS = ("model*.safetensors", "dflash_draft_model.safetensors")
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
@@ -44,6 +44,7 @@ class DraftFolder:
         files: the weight files.
         names: name as stored -> canonical name; stored names that are dropped are absent.
         dropped: what is never read, with the reason.
+        record: what has been read of the config so far.
     """
 
     path: Path
@@ -52,14 +53,36 @@ class DraftFolder:
     files: tuple[Path, ...]
     names: Mapping[str, str]
     dropped: tuple[str, ...] = ()
+    record: ConfigRecord = field(default_factory=ConfigRecord)
 
     @property
     def config_file(self) -> Path:
         return self.path / "config.json"
 
+    def renamed(self, rule: Callable[[str], str | None]) -> DraftFolder:
+        """The same folder with other canonical names: ``rule`` gives the new one, or ``None`` for a tensor that is not
+        this draft's and is not read.
 
-def open_folder(path: Path) -> DraftFolder:
+        Raises:
+            CheckpointError: two tensors get one name.
+        """
+        names: dict[str, str] = {}
+        headers: dict[str, TensorHeader] = {}
+        for stored, old in self.names.items():
+            new = rule(old)
+            if new is None:
+                continue
+            if new in headers:
+                raise CheckpointError(f"{self.path}: tensor {stored}: found a second {new}, expected one")
+            names[stored], headers[new] = new, self.headers[old]
+        return replace(self, names=names, headers=headers)
+
+
+def open_folder(path: Path, overrides: Mapping[str, Any] | None = None) -> DraftFolder:
     """Look at a draft's config and the headers of its weight files.
+
+    Args:
+        overrides: values that the caller sets in the config's place.
 
     Raises:
         ConfigError: ``config.json`` is missing or no JSON object.
@@ -84,7 +107,8 @@ def open_folder(path: Path) -> DraftFolder:
                     f"{file}: tensor {stored}: found a second {name} beside {other.name}: {other_name}, expected one"
                 )
             headers[name], names[stored], holder[name] = header, name, (file, stored)
-    return DraftFolder(path, config, headers, tuple(files), names, tuple(dropped))
+    record = ConfigRecord(overrides or {})
+    return DraftFolder(path, config, headers, tuple(files), names, tuple(dropped), record)
 
 
 def _weight_files(path: Path) -> list[Path]:

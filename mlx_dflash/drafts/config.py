@@ -1,19 +1,19 @@
-"""``config.json`` of every DFlash-v1 publisher -> one :class:`DraftConfig`, or an error that names the key.
+"""``config.json`` of every publisher of a DFlash backbone -> one :class:`DraftConfig`, or an error that names the key.
 
 Knows files and keys; weights, targets and arithmetic are other modules' business.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, UnsupportedError
-from .keys import ConfigKeys, nested
+from .keys import NESTED, ConfigKeys, ConfigRecord, nested
 from .layout import LayerLayout, read_layout
+from .taps import read_taps
 
 Z_LAB, SPECULATORS = "z-lab", "speculators"
 WRAPPER = "transformer_layer_config"
@@ -34,22 +34,17 @@ _QWEN3_DEFAULTS: dict[str, Any] = {
 }
 """What a Qwen3 backbone means by a key left out of ``transformer_layer_config``, which is saved as a difference."""
 
-_KNOWN_NESTED = frozenset(
-    (
-        *("target_layer_ids", "mask_token_id", "mask_token", "pard_token", "block_size", "num_target_layers"),
-        *("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids", "sample_from_anchor", "projector_type"),
-        *("causal", "dflash_query_causal", "use_swa", "swa_window_size", "attention_sink_bias"),
-        *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
-        *("is_neox_style", "rope_is_neox_style", "has_lm_head", "has_own_lm_head", "use_draft_lm_head", "auto_map"),
-    )
-)
 _RUNTIME_NESTED = frozenset(("runtime_block_size", "draft_window_size"))
 _HEAD_PROMISES = ("has_lm_head", "has_own_lm_head", "use_draft_lm_head")
 
 
+LayoutReader = Callable[..., "tuple[LayerLayout, ...]"]
+"""``(keys, layers, head_dim, speculators=...)`` -> one entry a layer, as :func:`read_layout`."""
+
+
 @dataclass(frozen=True)
 class DraftConfig:
-    """One DFlash-v1 draft as its publisher describes it.
+    """One draft with a DFlash backbone as its publisher describes it.
 
     Attributes:
         file: the ``config.json`` it came from.
@@ -70,8 +65,8 @@ class DraftConfig:
         output_multiplier, logit_scale, softcap: what happens to the head's output, in this order.
         promises_embedding, promises_head: a config key (named here) says that the checkpoint ships the tensor.
         quantization: MLX's own block, per-path overrides included; empty when not quantised by MLX.
-        sources: value name -> place it was read from.
-        ignored: keys that were read and not used, with the reason.
+        value_scale: what attention values are multiplied with.
+        record: every value with the place it was read from, and what was ignored.
     """
 
     file: Path
@@ -94,6 +89,7 @@ class DraftConfig:
     tap_layers: tuple[int, ...]
     layers: tuple[LayerLayout, ...]
     attention_sinks: bool = False
+    value_scale: float = 1.0
     embedding_scale: float = 1.0
     scaled_like_target: bool = True
     output_multiplier: float = 1.0
@@ -102,8 +98,12 @@ class DraftConfig:
     promises_embedding: str | None = None
     promises_head: str | None = None
     quantization: Mapping[str, Any] = field(default_factory=dict)
-    sources: Mapping[str, str] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
+    record: ConfigRecord = field(default_factory=ConfigRecord)
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """Value name -> the place it was read from."""
+        return self.record.sources
 
     @property
     def max_depth(self) -> int:
@@ -116,29 +116,42 @@ class DraftConfig:
         return all(layer.causal for layer in self.layers)
 
 
-def parse_config(file: Path, content: Mapping[str, Any], *, target_layers: int | None = None) -> DraftConfig:
+def parse_config(
+    file: Path,
+    content: Mapping[str, Any],
+    *,
+    target_layers: int | None = None,
+    record: ConfigRecord | None = None,
+    layout: LayoutReader = read_layout,
+    first_row: int | None = None,
+    default_block: int | None = None,
+) -> DraftConfig:
     """Resolve every value by the format's precedence.
 
     Args:
         file: where ``content`` was read from.
         content: the JSON object.
         target_layers: depth of the target at hand, for configs that neither list taps nor say how deep the target is.
+        record: where to note what was read.
+        layout: how this family's layers see each other, where it has keys of its own for that.
+        first_row: the slot convention of a family whose configs do not state it.
+        default_block: block size of a family whose configs may leave it out; such a config is an error otherwise.
 
     Raises:
         ConfigError: one line with file, key, what was found and what was expected.
         UnsupportedError: a legal value that this package does not run.
     """
-    speculators = WRAPPER in content or "speculators_model_type" in content
-    keys = _open(file, content, speculators)
+    keys = open_keys(file, content, record)
+    speculators = is_speculators(content)
     _refuse_code(keys)
     widths = _widths(keys)
     layers = keys.size("num_hidden_layers", keys.backbone("num_hidden_layers"))
-    layout = read_layout(keys, layers, widths["head_dim"], speculators=speculators)
+    layer_layout = layout(keys, layers, widths["head_dim"], speculators=speculators)
     depth = keys.integer("num_target_layers", ("num_target_layers", *nested("num_target_layers")), optional=True)
-    taps = _taps(keys, layers, depth or target_layers, speculators)
-    block_size = keys.size("block_size", (*nested("block_size"), "dspark_block_size"))
-    first_row = _first_row(keys, block_size)
-    if block_size - first_row < 1:
+    taps = read_taps(keys, layers, depth or target_layers, speculators)
+    block_size = _block_size(keys, default_block)
+    row = _first_row(keys, block_size, first_row)
+    if block_size - row < 1:
         raise keys.wrong(keys.sources["block_size"], block_size, "at least 2: the anchor and one proposed row")
     mask_id, mask_token = _mask(keys)
     promises_table = any(keys.at(place) is True for place in nested("has_embed_tokens"))
@@ -149,19 +162,33 @@ def parse_config(file: Path, content: Mapping[str, Any], *, target_layers: int |
         **_shaping(keys),
         num_target_layers=depth,
         block_size=block_size,
-        first_row=first_row,
+        first_row=row,
         mask_token_id=mask_id,
         mask_token=mask_token,
         tap_layers=taps,
-        layers=layout,
+        layers=layer_layout,
         attention_sinks=_sinks(keys),
         scaled_like_target=not speculators,
         promises_embedding="has_embed_tokens" if promises_table else None,
         promises_head=next((key for key in _HEAD_PROMISES if _promised(keys, key)), None),
         quantization=keys.mapping("quantization"),
-        ignored=_ignored(keys),
-        sources=keys.sources,
+        record=keys.record,
     )
+
+
+def is_speculators(content: Mapping[str, Any]) -> bool:
+    """Written by vllm-project/speculators, in whose wrapper absent backbone keys mean Qwen3's defaults."""
+    return WRAPPER in content or "speculators_model_type" in content
+
+
+def _block_size(keys: ConfigKeys, default: int | None) -> int:
+    places = (*nested("block_size"), "dspark_block_size")
+    found = keys.integer("block_size", places, optional=default is not None)
+    if found is None:
+        assert default is not None
+        keys.derived("block_size", default, "this family's default, the config has none")
+        return default
+    return found
 
 
 def _widths(keys: ConfigKeys) -> dict[str, Any]:
@@ -197,15 +224,21 @@ def _shaping(keys: ConfigKeys) -> dict[str, Any]:
     }
 
 
-def _open(file: Path, content: Mapping[str, Any], speculators: bool) -> ConfigKeys:
-    if not speculators:
-        return ConfigKeys(file, content)
+def open_keys(file: Path, content: Mapping[str, Any], record: ConfigRecord | None = None) -> ConfigKeys:
+    """The look-ups of a config, with the backbone's keys where this publisher keeps them.
+
+    Raises:
+        ConfigError: a speculators config without its backbone.
+    """
+    if not is_speculators(content):
+        return ConfigKeys(file, content, record=record)
     wrapper = content.get(WRAPPER)
     if not isinstance(wrapper, Mapping):
         found = "none" if wrapper is None else type(wrapper).__name__
         raise ConfigError(f"{file}: {WRAPPER}: found {found}, expected an object with the draft's backbone")
     qwen3 = wrapper.get("model_type", "qwen3") == "qwen3"
-    return ConfigKeys(file, content, backbone=WRAPPER, defaults=_QWEN3_DEFAULTS if qwen3 else None)
+    defaults = _QWEN3_DEFAULTS if qwen3 else None
+    return ConfigKeys(file, content, backbone=WRAPPER, defaults=defaults, record=record)
 
 
 def _refuse_code(keys: ConfigKeys) -> None:
@@ -217,7 +250,7 @@ def _refuse_code(keys: ConfigKeys) -> None:
                 "brings no code: a draft's code is never run"
             )
         if keys.at(f"{level}auto_map"):
-            keys.notes.append(f"{level}auto_map: names code, which is never run")
+            keys.record.note(f"{level}auto_map: names code, which is never run")
 
 
 def _head_dim(keys: ConfigKeys, hidden: int, heads: int) -> int:
@@ -227,8 +260,8 @@ def _head_dim(keys: ConfigKeys, hidden: int, heads: int) -> int:
             raise keys.missing(
                 "head_dim", keys.backbone("head_dim"), f"one: hidden_size {hidden} / {heads} is not whole"
             )
-        keys.sources["head_dim"] = "hidden_size / num_attention_heads"
         found = hidden // heads
+        keys.derived("head_dim", found, "hidden_size / num_attention_heads")
     if found % 2:
         raise keys.wrong(keys.backbone("head_dim")[0], found, "an even number, which rope needs")
     return found
@@ -240,57 +273,17 @@ def _check_activation(keys: ConfigKeys) -> None:
         raise UnsupportedError(f"{keys.file}: {found[1]}: found {found[0]!r}, expected 'silu', the DFlash backbone's")
 
 
-def _taps(keys: ConfigKeys, layers: int, target_layers: int | None, speculators: bool) -> tuple[int, ...]:
-    """Output-layer ids. The auxiliary keys name the layer a state *enters*, which is the output of the one before."""
-    outputs = nested("target_layer_ids")
-    inputs = (*nested("aux_hidden_state_layer_ids"), *nested("eagle_aux_hidden_state_layer_ids"))
-    found = keys.find("target_layer_ids", (*outputs, *inputs))
-    if found is None:
-        if target_layers is None:
-            raise keys.missing(
-                "target_layer_ids", (*outputs, *inputs), "a list, or num_target_layers to derive it from"
-            )
-        keys.sources["target_layer_ids"] = f"derived for a target of {target_layers} layers"
-        return derived_taps(layers, target_layers, speculators=speculators)
-    ids, place = found
-    _note_other_taps(keys, ids, place, inputs)
-    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
-        raise keys.wrong(place, ids, "a list of layer numbers")
-    shift = 1 if place in inputs else 0
-    taps = tuple(i - shift for i in ids)
-    if taps[0] < -1 or any(a >= b for a, b in itertools.pairwise(taps)):
-        raise keys.wrong(place, ids, f"increasing layer numbers from {shift - 1} on")
-    return taps
-
-
-def _note_other_taps(keys: ConfigKeys, ids: Any, place: str, inputs: tuple[str, ...]) -> None:
-    """Some publishers list the taps under both conventions, one apart."""
-    for other in inputs:
-        value = keys.at(other)
-        if place in inputs or not isinstance(value, list) or not isinstance(ids, list):
-            continue
-        if value != [i + 1 for i in ids if type(i) is int]:
-            keys.notes.append(f"{other} = {value!r}: {place} wins, though it is not one less everywhere")
-
-
-def derived_taps(layers: int, target_layers: int, *, speculators: bool = False) -> tuple[int, ...]:
-    """The published rule for a config that lists no taps, as 0-based outputs.
-
-    z-lab spreads one tap a draft layer between layer 1 and layer N - 3; speculators takes the layers *entering* 2,
-    N // 2 and N - 3. Rounding is to even, as Python does.
-    """
-    if speculators:
-        return (1, target_layers // 2 - 1, target_layers - 4)
-    if layers == 1:
-        return (target_layers // 2,)
-    return tuple(round(1 + i * (target_layers - 4) / (layers - 1)) for i in range(layers))
-
-
-def _first_row(keys: ConfigKeys, block_size: int) -> int:
+def _first_row(keys: ConfigKeys, block_size: int, family: int | None) -> int:
     """1 when row ``j`` predicts the token at its own position, 0 when it predicts the next one.
 
-    How many tokens the checkpoint says it proposes is the best witness; then ``sample_from_anchor``; else predict-at.
+    How many tokens the checkpoint says it proposes is the best witness; then ``sample_from_anchor``; then what the
+    family does; else predict-at.
     """
+    overridden = keys.integer("first_row", (), 0, optional=True)
+    if overridden is not None:
+        if overridden > 1:
+            raise keys.wrong(keys.sources["first_row"], overridden, "0 or 1")
+        return overridden
     methods = keys.at("speculators_config.proposal_methods")
     first = methods[0] if isinstance(methods, list) and methods else None
     proposed = first.get("speculative_tokens") if isinstance(first, Mapping) else None
@@ -298,15 +291,17 @@ def _first_row(keys: ConfigKeys, block_size: int) -> int:
     if type(proposed) is int and block_size - proposed in (0, 1):
         row = block_size - proposed
         if stated is not None and stated is not (row == 0):
-            keys.notes.append(
+            keys.record.note(
                 f"sample_from_anchor = {str(stated).lower()}: speculative_tokens {proposed} says otherwise"
             )
-        keys.sources["first_row"] = "speculators_config.proposal_methods.speculative_tokens"
+        keys.derived("first_row", row, "speculators_config.proposal_methods.speculative_tokens")
         return row
     if stated is not None:
-        keys.sources["first_row"] = keys.sources["sample_from_anchor"]
+        keys.derived("first_row", 0 if stated else 1, keys.sources["sample_from_anchor"])
         return 0 if stated else 1
-    return 1
+    row, how = (1, "predict-at, as DFlash") if family is None else (family, "this family's convention")
+    keys.derived("first_row", row, how)
+    return row
 
 
 def _mask(keys: ConfigKeys) -> tuple[int | None, str | None]:
@@ -332,12 +327,15 @@ def _promised(keys: ConfigKeys, key: str) -> bool:
     return any(keys.at(place) is True for place in nested(key))
 
 
-def _ignored(keys: ConfigKeys) -> tuple[str, ...]:
-    notes = list(keys.notes)
-    for level in ("dflash_config", "eagle_config"):
-        for name, value in keys.mapping(level).items():
-            if name in _RUNTIME_NESTED:
-                notes.append(f"{level}.{name} = {value!r}: a run-time setting of another program")
-            elif name not in _KNOWN_NESTED:
-                notes.append(f"{level}.{name}: unknown key")
+def ignored_keys(record: ConfigRecord, content: Mapping[str, Any]) -> tuple[str, ...]:
+    """What was read and not used, and the keys of a draft's own levels that nobody looked at; complete once the draft
+    is loaded."""
+    notes = list(record.notes)
+    for place in record.unread(content, NESTED):
+        name = place.rpartition(".")[2]
+        if name in _RUNTIME_NESTED:
+            value = content[place.partition(".")[0]][name]
+            notes.append(f"{place} = {value!r}: a run-time setting of another program")
+        else:
+            notes.append(f"{place}: unknown key")
     return tuple(notes)

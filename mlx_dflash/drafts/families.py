@@ -1,73 +1,84 @@
-"""Which draft family a folder holds, by what its config and tensors say; not how any family is loaded."""
+"""What makes a family of drafts, and which one a folder holds, by what its config and tensors say.
+
+Knows no family itself: the signs come with each family's own file.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..errors import UnsupportedError
+from .base import Draft, TargetFacts
 from .checkpoint import DraftFolder
+from .loading import LoadOptions
 
-_SPECULATORS = {
-    "dflash": "dflash",
-    "dflash2": "dflash2",
-    "dspark": "dspark",
-    "eagle3": "eagle3",
-    "eagle": "eagle",
-    "peagle": "p-eagle",
-    "p_eagle": "p-eagle",
-    "medusa": "medusa",
-    "mtp": "mtp",
-    "mlp": "mlp-speculator",
-    "mlp_speculator": "mlp-speculator",
-}
-_PROJECTORS = {"dflash": "dflash", "dspark": "dspark", "domino": "domino", "lilicorr": "lilicorr", "dlite": "dlite"}
-_ARCHITECTURES = {
-    "DFlashDraftModel": "dflash",
-    "Qwen3DFlashDraftModel": "dflash",
-    "DFlashSpeculator": "dflash",
-    "DFlash2DraftModel": "dflash2",
-    "DFlashLagunaForCausalLM": "laguna",
-    "MuseGlimmerAssistantModel": "muse assistant",
-    "Qwen3DSparkModel": "dspark",
-    "Gemma4DSparkModel": "dspark",
-    "DSparkDraftModel": "dspark",
-    "DSparkSpeculator": "dspark",
-    "Lfm2DSparkDraftModel": "dspark",
-    "K3DSparkForCausalLM": "dspark",
-    "DominoDraftModel": "domino",
-    "LiLiCorrDraftModel": "lilicorr",
-    "DeepseekDFlashDraftModel": "dflash with MLA",
-    "KimiK3DFlashDraftModel": "dflash with MLA",
-    "LlamaForCausalLMEagle3": "eagle3",
-    "Eagle3Speculator": "eagle3",
-    "Eagle3DraftModel": "eagle3",
-    "MedusaModel": "medusa",
-    "Gemma4AssistantForCausalLM": "gemma4 assistant",
-}
-_MODEL_TYPES = {
-    "muse_glimmer_assistant": "muse assistant",
-    "gemma4_assistant": "gemma4 assistant",
-    "gemma4_unified_assistant": "gemma4 assistant",
-    "qwen3_5_mtp": "mtp",
-    "k3_dspark": "dspark",
-}
-_TENSORS = (
-    (r"lilicorr\.", "lilicorr"),
-    (r"candidate_selector\.|layers\.\d+\.(attention|mlp)_conv\.", "dflash2"),
-    (r"(logit_head\.)?prefix_gru\.", "domino"),
-    (r"(logit_head\.)?(markov_head\.|markov_w\d|confidence_head\.|confidence_proj)", "dspark"),
-    (r"aux_hidden_norms\.|layers\.\d+\.self_attn\.g_proj\.", "laguna"),
-    (r"layers\.\d+\.self_attn\.kv_(a_proj_with_mqa|b_proj)\.", "dflash with MLA"),
-    (r"mask_hidden$", "p-eagle"),
-    (r"layers\.\d+\.hidden_norm\.", "eagle3"),
-    (r"mtp\.", "mtp"),
-    (r"(medusa_head\.)?\d+\.\d+\.linear\.", "medusa"),
-    (r"(pre|post)_projection\.|masked_embedding\.", "gemma4 assistant"),
+Loader = Callable[[DraftFolder, TargetFacts, LoadOptions], Draft]
+ReservedLoader = Callable[["Path | None", TargetFacts, LoadOptions], Draft]
+"""``(folder of the target, target, options)`` -> the draft; no folder when the target has none on disk."""
+
+
+@dataclass(frozen=True)
+class Signs:
+    """What a family's checkpoints are recognised by.
+
+    Attributes:
+        architectures: entries of the config's ``architectures``.
+        model_types: values of ``model_type``.
+        projectors: values of ``dflash_config.projector_type``.
+        speculators: values of ``speculators_model_type``.
+        tensors: patterns, matched at the start of canonical names, of tensors that a plain DFlash draft does not have.
+        config: looks at the config for anything else and says what it saw, ``None`` for nothing. Asked before
+            ``architectures``, which such checkpoints share with another family.
+        contains: families whose tensors are found in this one's checkpoints, too.
+    """
+
+    architectures: tuple[str, ...] = ()
+    model_types: tuple[str, ...] = ()
+    projectors: tuple[str, ...] = ()
+    speculators: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
+    config: Callable[[Mapping[str, Any]], str | None] | None = None
+    contains: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of draft.
+
+    Attributes:
+        name: as reports and messages call it.
+        signs: how its checkpoints are recognised.
+        load: reads one; ``None`` for a family that is known by name only and refused.
+        reserved: a word that users give in place of a folder, for a draft that needs none.
+        load_reserved: what that word loads.
+    """
+
+    name: str
+    signs: Signs = Signs()
+    load: Loader | None = None
+    reserved: str | None = None
+    load_reserved: ReservedLoader | None = None
+
+
+NOT_LOADED: tuple[Family, ...] = (
+    Family("p-eagle", Signs(speculators=("peagle", "p_eagle"), tensors=(r"mask_hidden$",))),
+    Family("eagle", Signs(speculators=("eagle",))),
+    Family("mlp-speculator", Signs(speculators=("mlp", "mlp_speculator"))),
+    Family("dlite", Signs(projectors=("dlite",))),
+    Family(
+        "dflash with MLA",
+        Signs(
+            architectures=("DeepseekDFlashDraftModel", "KimiK3DFlashDraftModel"),
+            tensors=(r"layers\.\d+\.self_attn\.kv_(a_proj_with_mqa|b_proj)\.",),
+        ),
+    ),
 )
-"""Tensors that only one family has. Order matters where a family adds to another one's."""
+"""Formats that exist and that nothing here reads: refused by their names."""
+
 _PLAIN = frozenset(("fc.weight", "hidden_norm.weight", "norm.weight"))
 """What every DFlash backbone has; says DFlash v1 only where nothing else was said."""
 
@@ -76,37 +87,46 @@ _PLAIN = frozenset(("fc.weight", "hidden_norm.weight", "norm.weight"))
 class Recognised:
     """A family and the sign it was recognised by, such as ``architectures: 'DFlashDraftModel'``."""
 
-    family: str
+    family: Family
     sign: str
 
 
-def recognise(folder: DraftFolder) -> Recognised:
-    """Ask, in this order: speculators_model_type, projector_type, architectures, model_type, tensor names. Whatever
-    answered first, the tensors must agree: another family's head under a plain name would run and be wrong.
+def recognise(folder: DraftFolder, families: Sequence[Family], plain: Family) -> Recognised:
+    """Ask, in this order: speculators_model_type, projector_type, the families' own config signs, architectures,
+    model_type, tensor names. Whatever answered first, the tensors must agree: another family's head under a plain name
+    would run and be wrong.
+
+    Args:
+        families: all that can be meant.
+        plain: the one meant by a bare DFlash backbone.
 
     Raises:
         UnsupportedError: nothing known was seen, or config and tensors name different families.
     """
-    by_config = _by_config(folder)
-    by_tensors = _by_tensors(folder)
-    if by_config is None:
-        plain = Recognised("dflash", "its tensors") if set(folder.headers) >= _PLAIN else None
-        recognised = by_tensors or plain
-        if recognised is None:
-            raise UnsupportedError(
-                f"{folder.config_file}: found architectures {folder.config.get('architectures')!r}, model_type "
-                f"{folder.config.get('model_type')!r} and no tensor of a known draft, expected a draft"
-            )
-        return recognised
-    if by_tensors is not None and by_tensors.family != by_config.family:
-        raise UnsupportedError(
-            f"{folder.path}: found {by_tensors.sign} (of {by_tensors.family}) under {by_config.sign}, expected the "
-            f"tensors of {by_config.family}"
-        )
-    return by_config
+    known = (*families, *NOT_LOADED)
+    seen = _by_tensors(folder, known)
+    said = _by_config(folder, known, seen)
+    if said is not None:
+        for name, other in seen.items():
+            if name != said.family.name and name not in said.family.signs.contains:
+                raise UnsupportedError(
+                    f"{folder.path}: found {other.sign} (of {name}) under {said.sign}, expected the tensors of "
+                    f"{said.family.name}"
+                )
+        return said
+    whole = [one for name, one in seen.items() if set(seen) <= {name, *one.family.signs.contains}]
+    if whole:
+        return whole[0]
+    if not seen and set(folder.headers) >= _PLAIN:
+        return Recognised(plain, "its tensors")
+    tensors = f"tensors of {' and '.join(seen)}" if seen else "no tensor of a known draft"
+    raise UnsupportedError(
+        f"{folder.config_file}: found architectures {folder.config.get('architectures')!r}, model_type "
+        f"{folder.config.get('model_type')!r} and {tensors}, expected a draft"
+    )
 
 
-def _by_config(folder: DraftFolder) -> Recognised | None:
+def _by_config(folder: DraftFolder, known: Sequence[Family], seen: Mapping[str, Recognised]) -> Recognised | None:
     config = folder.config
     outer = config.get("speculators_config")
     algorithm = outer.get("algorithm") if isinstance(outer, Mapping) else None
@@ -115,44 +135,55 @@ def _by_config(folder: DraftFolder) -> Recognised | None:
         ("speculators_config.algorithm", algorithm),
     ):
         if kind is not None:
-            return _named(folder, key, kind, _SPECULATORS)
+            return _named(folder, key, kind, {word: family for family in known for word in family.signs.speculators})
     nested = config.get("dflash_config")
-    nested = nested if isinstance(nested, Mapping) else {}
-    if nested.get("projector_type") is not None:
-        return _named(folder, "dflash_config.projector_type", nested["projector_type"], _PROJECTORS)
-    if nested.get("attention_value_scale") is not None:
-        return Recognised("mimo", f"dflash_config.attention_value_scale: {nested['attention_value_scale']!r}")
-    if nested.get("shift_label"):
-        return Recognised("dspark or domino", f"dflash_config.shift_label: {nested['shift_label']!r}")
+    projector = nested.get("projector_type") if isinstance(nested, Mapping) else None
+    if projector is not None:
+        table = {word: family for family in known for word in family.signs.projectors}
+        return _named(folder, "dflash_config.projector_type", projector, table)
+    for family in known:
+        sign = family.signs.config(config) if family.signs.config is not None else None
+        if sign is not None:
+            return Recognised(family, sign)
+    return _by_architecture(folder, known, seen)
+
+
+def _by_architecture(folder: DraftFolder, known: Sequence[Family], seen: Mapping[str, Recognised]) -> Recognised | None:
+    config = folder.config
     architectures = config.get("architectures")
     names = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
+    table = {name: family for family in known for name in family.signs.architectures}
     for name in names:
-        if name in _ARCHITECTURES:
-            return Recognised(_ARCHITECTURES[name], f"architectures: {name!r}")
+        if name in table:
+            return Recognised(table[name], f"architectures: {name!r}")
     model_type = config.get("model_type")
-    if isinstance(model_type, str) and model_type in _MODEL_TYPES:
-        return Recognised(_MODEL_TYPES[model_type], f"model_type: {model_type!r}")
+    for family in known:
+        if isinstance(model_type, str) and model_type in family.signs.model_types:
+            return Recognised(family, f"model_type: {model_type!r}")
     if names:
-        tensors = _by_tensors(folder)
-        sign = f" and {tensors.sign} (of {tensors.family})" if tensors else ""
+        other = next(iter(seen.values()), None)
+        sign = f" and {other.sign} (of {other.family.name})" if other else ""
         raise UnsupportedError(
-            f"{folder.config_file}: architectures: found {names!r}{sign}, expected one of "
-            f"{', '.join(sorted(_ARCHITECTURES))}"
+            f"{folder.config_file}: architectures: found {names!r}{sign}, expected one of {', '.join(sorted(table))}"
         )
     return None
 
 
-def _named(folder: DraftFolder, key: str, value: Any, table: Mapping[str, str]) -> Recognised:
+def _named(folder: DraftFolder, key: str, value: Any, table: Mapping[str, Family]) -> Recognised:
     family = table.get(value) if isinstance(value, str) else None
     if family is None:
         raise UnsupportedError(f"{folder.config_file}: {key}: found {value!r}, expected one of {', '.join(table)}")
     return Recognised(family, f"{key}: {value!r}")
 
 
-def _by_tensors(folder: DraftFolder) -> Recognised | None:
-    for pattern, family in _TENSORS:
-        start = re.compile(pattern)
-        name = next((name for name in folder.headers if start.match(name)), None)
-        if name is not None:
-            return Recognised(family, f"tensor {name}")
-    return None
+def _by_tensors(folder: DraftFolder, known: Sequence[Family]) -> dict[str, Recognised]:
+    """Families that some tensor speaks for, by name."""
+    seen = {}
+    for family in known:
+        for pattern in family.signs.tensors:
+            start = re.compile(pattern)
+            name = next((name for name in folder.headers if start.match(name)), None)
+            if name is not None:
+                seen[family.name] = Recognised(family, f"tensor {name}")
+                break
+    return seen

@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import mlx.core as mx
 
 from ..errors import CheckpointError, PairingError
 from .base import TargetFacts
 from .checkpoint import DraftFolder
-from .config import DraftConfig
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,20 @@ class Vocabulary:
         return q if short == 0 else mx.pad(q, [(0, 0), (0, short)])
 
 
+class Claims(Protocol):
+    """What a config says about head and table, of whatever family it is; see
+    :class:`mlx_dflash.drafts.config.DraftConfig` for the meaning of each."""
+
+    @property
+    def vocab_size(self) -> int | None: ...
+    @property
+    def draft_vocab_size(self) -> int | None: ...
+    @property
+    def promises_embedding(self) -> str | None: ...
+    @property
+    def promises_head(self) -> str | None: ...
+
+
 @dataclass(frozen=True)
 class Ownership:
     """Which of the two big matrices the draft brings; the reasons are for people."""
@@ -60,12 +74,15 @@ class Ownership:
     embedding_reason: str
     reduced: bool
 
-    def rows(self) -> dict[str, int | None]:
-        """Rows of what the draft itself holds, ``None`` for what it does not."""
-        return {
-            "embedding_rows": self.embedding_rows if self.own_embedding else None,
-            "head_rows": self.head_rows if self.own_head else None,
-        }
+    @property
+    def own_embedding_rows(self) -> int | None:
+        """Rows of the draft's own table, ``None`` when it borrows the target's."""
+        return self.embedding_rows if self.own_embedding else None
+
+    @property
+    def own_head_rows(self) -> int | None:
+        """Rows of the draft's own head, ``None`` when it borrows the target's."""
+        return self.head_rows if self.own_head else None
 
     @property
     def borrowed(self) -> tuple[str, ...]:
@@ -74,7 +91,7 @@ class Ownership:
         return tuple(name for name, own in owned if not own)
 
 
-def decide_ownership(folder: DraftFolder, config: DraftConfig, target: TargetFacts) -> Ownership:
+def decide_ownership(folder: DraftFolder, config: Claims, target: TargetFacts) -> Ownership:
     """The head rule and the embedding rule.
 
     Raises:
@@ -123,7 +140,7 @@ def _matrix_rows(folder: DraftFolder, name: str) -> int:
     return shape[0]
 
 
-def _reduced_by_config(config: DraftConfig, target: TargetFacts) -> bool:
+def _reduced_by_config(config: Claims, target: TargetFacts) -> bool:
     """A stated draft vocabulary that is neither the target's nor the publisher's own count of the target's."""
     stated = config.draft_vocab_size
     if stated is None or stated in (target.vocab_size, config.vocab_size):
@@ -131,7 +148,7 @@ def _reduced_by_config(config: DraftConfig, target: TargetFacts) -> bool:
     return not is_padding(stated, target.vocab_size)
 
 
-def _check_reduced(folder: DraftFolder, config: DraftConfig, own_head: bool, has_map: bool, head_rows: int) -> None:
+def _check_reduced(folder: DraftFolder, config: Claims, own_head: bool, has_map: bool, head_rows: int) -> None:
     missing = [name for name, there in (("lm_head.weight", own_head), ("d2t", has_map)) if not there]
     if missing:
         why = "d2t is there" if has_map else f"draft_vocab_size is {config.draft_vocab_size}"
@@ -151,7 +168,7 @@ def _check_reduced(folder: DraftFolder, config: DraftConfig, own_head: bool, has
         )
 
 
-def _check_rows(folder: DraftFolder, name: str, rows: int, config: DraftConfig, target: TargetFacts) -> None:
+def _check_rows(folder: DraftFolder, name: str, rows: int, config: Claims, target: TargetFacts) -> None:
     if rows == target.vocab_size or is_padding(rows, target.vocab_size):
         return
     raise PairingError(

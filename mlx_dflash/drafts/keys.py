@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, OptionError
 
 _LARGEST = 1 << 31
 _LIMITS = {"num_hidden_layers": 1 << 10, "block_size": 1 << 12, "head_dim": 1 << 16, "num_attention_heads": 1 << 16}
@@ -37,6 +38,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+OVERRIDE = "draft_config"
+"""The level of values that the caller sets; named as the option of ``load`` is."""
+
+
 def nested(name: str) -> tuple[str, ...]:
     """The places of a key that belongs into ``dflash_config``, then the top level."""
     return (*(f"{level}.{name}" for level in NESTED), name)
@@ -48,27 +53,90 @@ def is_positive(value: Any) -> bool:
     return is_number and 0 < value <= sys.float_info.max
 
 
+@dataclass
+class ConfigRecord:
+    """What was read of one config, by whom-ever looked: for reports, and for values that the caller overrides.
+
+    Attributes:
+        overrides: value name -> what the caller wants it to be, whatever the config says.
+        read: value name -> (value, the place it was read from).
+        notes: what was read and deliberately not used, with the reason.
+        looked_at: every place that was asked for, whether something stood there or not.
+    """
+
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    read: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    looked_at: set[str] = field(default_factory=set)
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Value name -> place."""
+        return {name: place for name, (_, place) in self.read.items()}
+
+    def note(self, text: str) -> None:
+        """Add a note once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def check_overrides(self) -> None:
+        """Raises OptionError for an override of a value that nobody asked for, with those that were."""
+        for name in self.overrides:
+            if not self.read.get(name, (None, ""))[1].startswith(OVERRIDE):
+                known = ", ".join(sorted(self.read))
+                raise OptionError(f"draft_config: found {name!r}, expected a value this draft's loader reads: {known}")
+
+    def unread(self, content: Mapping[str, Any], levels: Sequence[str]) -> list[str]:
+        """Places in ``levels`` (``""`` for the top) that hold something and that nobody asked for."""
+        found = []
+        for level in levels:
+            for name, value in _level(content, level).items():
+                place = f"{level}.{name}" if level else name
+                if value is not None and place not in self.looked_at:
+                    found.append(place)
+        return found
+
+
+def _level(content: Mapping[str, Any], level: str) -> Mapping[str, Any]:
+    value = content.get(level) if level else content
+    return value if isinstance(value, Mapping) else {}
+
+
 class ConfigKeys:
     """A config with its look-ups. A place is a dotted path such as ``dflash_config.block_size``; null counts as absent.
 
     Attributes:
         file: the config's path, for messages.
-        sources: value name -> the place it was read from.
-        notes: what was read and deliberately not used, with the reason.
+        record: what was read, shared by everybody who reads this config.
     """
 
     def __init__(
-        self, file: Path, content: Mapping[str, Any], *, backbone: str = "", defaults: Mapping[str, Any] | None = None
+        self,
+        file: Path,
+        content: Mapping[str, Any],
+        *,
+        backbone: str = "",
+        defaults: Mapping[str, Any] | None = None,
+        record: ConfigRecord | None = None,
     ) -> None:
         """``backbone`` is the level that holds the transformer's own keys, ``""`` for the top. ``defaults`` stand for
         backbone keys that a serialised difference leaves out; without them nothing is ever assumed."""
         self.file, self.content = file, content
-        self.sources: dict[str, str] = {}
-        self.notes: list[str] = []
+        self.record = ConfigRecord() if record is None else record
         self._backbone, self._defaults = backbone, dict(defaults or {})
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Value name -> the place it was read from."""
+        return self.record.sources
+
+    def derived(self, name: str, value: Any, how: str) -> None:
+        """Record a value that no key states, with the rule that gave it."""
+        self.record.read[name] = (value, how)
 
     def at(self, place: str) -> Any:
         """The value at a place, ``None`` when there is none."""
+        self.record.looked_at.add(place)
         value: Any = self.content
         for part in place.split("."):
             if not isinstance(value, Mapping):
@@ -81,16 +149,21 @@ class ConfigKeys:
         return (f"{self._backbone}.{name}" if self._backbone else name,)
 
     def find(self, name: str, places: Sequence[str]) -> tuple[Any, str] | None:
-        """The first place that holds something, recorded as the source of ``name``."""
+        """The caller's override of ``name``, else the first place that holds something; recorded under ``name``."""
+        found = None
         for place in places:
             value = self.at(place)
-            if value is not None:
-                self.sources[name] = place
-                return value, place
-        if name in self._defaults and self._defaults[name] is not None:
-            self.sources[name] = f"default behind {self._backbone}, which stores only what differs"
+            if found is None and value is not None:
+                found = value, place
+        if name in self.record.overrides:
+            found = self.record.overrides[name], f"{OVERRIDE}.{name}"
+        elif found is None and self._defaults.get(name) is not None:
+            found = self._defaults[name], f"default behind {self._backbone}, which stores only what differs"
+            self.record.read[name] = found
             return self._defaults[name], f"{self._backbone}.{name}"
-        return None
+        if found is not None:
+            self.record.read[name] = found
+        return found
 
     def missing(self, name: str, places: Sequence[str], expected: str) -> ConfigError:
         return ConfigError(f"{self.file}: {name}: found none (looked at {', '.join(places)}), expected {expected}")

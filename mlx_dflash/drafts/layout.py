@@ -44,7 +44,9 @@ class LayerLayout:
         return f"{kind}, {'causal' if self.causal else 'bidirectional'}, {self.rope}"
 
 
-def read_layout(keys: ConfigKeys, layers: int, head_dim: int, *, speculators: bool) -> tuple[LayerLayout, ...]:
+def read_layout(
+    keys: ConfigKeys, layers: int, head_dim: int, *, speculators: bool, partial_rotary: bool = False
+) -> tuple[LayerLayout, ...]:
     """One entry a layer.
 
     Raises:
@@ -53,7 +55,7 @@ def read_layout(keys: ConfigKeys, layers: int, head_dim: int, *, speculators: bo
     """
     types, windows, everywhere = _windows(keys, layers)
     causal = _causality(keys, types, windows, everywhere, speculators)
-    ropes = {kind: read_rope(keys, kind, head_dim) for kind in dict.fromkeys(types)}
+    ropes = {kind: read_rope(keys, kind, head_dim, partial=partial_rotary) for kind in dict.fromkeys(types)}
     # Speculators trains its sliding layers with one window for the whole block; everybody else counts from each row.
     return tuple(
         LayerLayout(window, flag, speculators and window is not None, ropes[kind])
@@ -66,7 +68,7 @@ def _layer_types(keys: ConfigKeys, layers: int) -> list[str]:
     found = keys.find("layer_types", places)
     if found is None:
         if keys.at(keys.backbone("use_sliding_window")[0]) is True:
-            keys.notes.append("use_sliding_window: without layer_types every layer is full")
+            keys.record.note("use_sliding_window: without layer_types every layer is full")
         return [FULL] * layers
     types, place = found
     if not isinstance(types, list) or len(types) != layers:
@@ -102,11 +104,11 @@ def _causality(
     if speculators:
         free = keys.boolean("sliding_window_non_causal", ("sliding_window_non_causal",))
         if free is None and SLIDING in types:
-            keys.sources["sliding_window_non_causal"] = "absent: sliding layers are causal"
+            keys.derived("sliding_window_non_causal", False, "absent: sliding layers are causal")
         return [window is not None and not free for window in windows]
     if everywhere:
-        keys.sources["is_causal"] = "use_swa without sliding layer_types: bidirectional"
+        keys.derived("is_causal", False, "use_swa without sliding layer_types: bidirectional")
         return [False] * len(types)
     if SLIDING in types:
-        keys.sources["is_causal"] = "absent: sliding layers are causal, full layers bidirectional"
+        keys.derived("is_causal", None, "absent: sliding layers are causal, full layers bidirectional")
     return [kind == SLIDING for kind in types]

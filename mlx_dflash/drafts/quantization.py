@@ -104,10 +104,11 @@ def pack_modules(model: nn.Module, packings: Mapping[str, Packing]) -> None:
     nn.quantize(model, class_predicate=described)
 
 
-def quantize_loaded(model: nn.Module, bits: int) -> dict[str, Packing]:
+def quantize_loaded(model: nn.Module, bits: int, keep_float: tuple[str, ...] = ()) -> dict[str, Packing]:
     """Quantise every linear layer, own head and own table in place, in groups of 64, or 32 where the width asks for it.
 
-    Norms have no matrix and stay; so do layers whose width is no multiple of 32.
+    Norms have no matrix and stay; so do layers whose width is no multiple of 32, and modules whose path holds one of
+    the names in ``keep_float``.
 
     Returns:
         What was packed, by path.
@@ -119,7 +120,7 @@ def quantize_loaded(model: nn.Module, bits: int) -> dict[str, Packing]:
         raise OptionError(f"bits: found {bits!r}, expected {' or '.join(map(str, BITS))}")
     chosen: dict[str, Packing] = {}
     for path, module in model.named_modules():
-        if not isinstance(module, (nn.Linear, nn.Embedding)):
+        if not isinstance(module, (nn.Linear, nn.Embedding)) or not set(keep_float).isdisjoint(path.split(".")):
             continue
         width = module.weight.shape[-1]
         group = next((size for size in (64, 32) if width % size == 0), None)

@@ -1,11 +1,12 @@
 """Finds the family a draft's folder holds and hands it to that family's loader.
 
-A new family is one file with a loader and one line in ``FAMILIES``.
+A new family is one file with its signs and loader, and one line in ``FAMILIES``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,14 @@ from ..errors import ModelNotFoundError, UnsupportedError
 from . import dflash
 from .base import Draft, TargetFacts
 from .checkpoint import DraftFolder, open_folder
-from .families import recognise
+from .config import ignored_keys
+from .families import Family, recognise
 from .loading import LoadOptions
 
-Loader = Callable[[DraftFolder, TargetFacts, LoadOptions], Draft]
+FAMILIES: tuple[Family, ...] = (dflash.FAMILY,)
 
-FAMILIES: dict[str, Loader] = {
-    "dflash": dflash.load,
-}
+RESERVED: dict[str, Family] = {family.reserved: family for family in FAMILIES if family.reserved}
+"""Words that name a draft without a folder of its own."""
 
 
 def load_draft(
@@ -30,6 +31,8 @@ def load_draft(
     bits: int | None = None,
     dtype: str | None = None,
     tokenizer: Any = None,
+    config: Mapping[str, Any] | None = None,
+    confidence: float | None = None,
 ) -> Draft:
     """Load the draft in a local folder for ``target``.
 
@@ -41,24 +44,50 @@ def load_draft(
             which becomes bfloat16: the residual stream of these drafts leaves float16's range.
         tokenizer: the target's (Hugging Face or mlx-lm); compared with one in the draft's folder, and tells which rows
             of a padded vocabulary are real.
+        config: values that win over what ``config.json`` says, by the names of ``report.config``.
+        confidence: end a block before the first token whose chance the draft's confidence head puts lower than this.
 
     Raises:
         ModelNotFoundError: no such folder.
         ConfigError, CheckpointError: something in the folder is missing or wrong.
         UnsupportedError: another family, or another program's quantised weights.
         PairingError: the draft was made for another target.
-        OptionError: ``bits`` or ``dtype``.
+        OptionError: ``bits``, ``dtype``, ``config`` or ``confidence``.
     """
     path = Path(path)
     if not path.is_dir():
         raise ModelNotFoundError(f"{path}: found no folder, expected a draft with config.json and weights")
-    options = LoadOptions(bits, dtype, tokenizer)
-    folder = open_folder(path)
-    recognised = recognise(folder)
-    load = FAMILIES.get(recognised.family)
-    if load is None:
+    options = LoadOptions(bits, dtype, tokenizer, config or {}, confidence)
+    folder = open_folder(path, options.config)
+    recognised = recognise(folder, FAMILIES, plain=dflash.FAMILY)
+    if recognised.family.load is None:
         raise UnsupportedError(
-            f"{folder.config_file}: found a {recognised.family} draft ({recognised.sign}), expected a family that this "
-            f"version loads: {', '.join(FAMILIES)}"
+            f"{folder.config_file}: found a {recognised.family.name} draft ({recognised.sign}), expected a family that "
+            f"this version loads: {', '.join(family.name for family in FAMILIES)}"
         )
-    return load(folder, target, options)
+    draft = recognised.family.load(folder, target, options)
+    folder.record.check_overrides()
+    draft.report = _completed(draft, folder, recognised.sign)
+    return draft
+
+
+def load_reserved(word: str, target_folder: Path | None, target: TargetFacts, options: LoadOptions) -> Draft:
+    """Load the draft that a reserved word stands for.
+
+    Args:
+        target_folder: where the target's own checkpoint lies, for drafts that are part of it.
+
+    Raises:
+        MlxDflashError: as :func:`load_draft`.
+    """
+    load = RESERVED[word].load_reserved
+    assert load is not None
+    return load(target_folder, target, options)
+
+
+def _completed(draft: Draft, folder: DraftFolder, sign: str) -> Any:
+    """The family's own report with what only a finished load knows: everything that was read, and what was not."""
+    read = tuple((name, value, place) for name, (value, place) in folder.record.read.items())
+    ignored = (*ignored_keys(folder.record, folder.config), *folder.dropped)
+    extra = draft.report.extra | {"recognised_by": sign}
+    return replace(draft.report, config=read, ignored=ignored, extra=extra)

@@ -24,7 +24,7 @@ class Rope:
     """Rotation of one layer's queries and keys.
 
     Attributes:
-        dims: rotated width, always the whole head.
+        dims: rotated width: the whole head, or its first dimensions in a family that rotates only those.
         theta: base.
         kind: one of ``KINDS``.
         periods: ``dims / 2`` floats; position ``p`` turns pair ``i`` by ``p / periods[i]`` radians.
@@ -60,8 +60,9 @@ class Rotary:
         )
 
 
-def read_rope(keys: ConfigKeys, layer_type: str, head_dim: int) -> Rope:
-    """The rope of layers of one type.
+def read_rope(keys: ConfigKeys, layer_type: str, head_dim: int, *, partial: bool = False) -> Rope:
+    """The rope of layers of one type. ``partial`` honours ``partial_rotary_factor``, which most drafts only copied from
+    their target.
 
     Raises:
         ConfigError: no theta anywhere, two places that disagree, or a scaling without its factor.
@@ -72,15 +73,17 @@ def read_rope(keys: ConfigKeys, layer_type: str, head_dim: int) -> Rope:
     scaling = keys.mapping(scaling_place)
     theta = _theta(keys, place, scaling_place, keyed)
     kind_place, kind, options = _kind(keys, place, parameters, scaling_place, scaling)
-    _note_partial_rotary(keys, place, parameters)
+    dims = _rotated_dims(keys, place, head_dim) if partial else head_dim
+    if not partial:
+        _note_partial_rotary(keys, place)
     interleaved = _interleaved(keys)
     try:
-        periods, amplitude = _periods(keys, kind_place, kind, options, theta, head_dim)
+        periods, amplitude = _periods(keys, kind_place, kind, options, theta, dims)
     except (ArithmeticError, ValueError):  # legal numbers, but so extreme that a period leaves the floats
         periods, amplitude = [math.inf], 1.0
     if not all(is_positive(period) for period in periods):
         raise keys.wrong(kind_place, dict(options), f"numbers that with rope_theta {theta:g} give finite periods")
-    return Rope(head_dim, theta, kind, tuple(periods), amplitude, interleaved)
+    return Rope(dims, theta, kind, tuple(periods), amplitude, interleaved)
 
 
 def _periods(
@@ -207,8 +210,9 @@ def _yarn(
 def _yarn_amplitude(keys: ConfigKeys, place: str, options: Mapping[str, Any], factor: float) -> float:
     """An explicit ``attention_factor``, else the ratio of two given mscales, else ``1 + 0.1 ln(factor)``."""
     if options.get("attention_factor") is not None:
-        keys.sources["attention_factor"] = f"{place}.attention_factor"
-        return _number(keys, place, options, "attention_factor")
+        factor = _number(keys, place, options, "attention_factor")
+        keys.derived("attention_factor", factor, f"{place}.attention_factor")
+        return factor
 
     def amplitude(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -219,13 +223,21 @@ def _yarn_amplitude(keys: ConfigKeys, place: str, options: Mapping[str, Any], fa
     return amplitude(1.0)
 
 
-def _note_partial_rotary(keys: ConfigKeys, place: str, parameters: Mapping[str, Any]) -> None:
+def _rotated_dims(keys: ConfigKeys, place: str, head_dim: int) -> int:
+    places = (*keys.backbone("partial_rotary_factor"), f"{place}.partial_rotary_factor")
+    share = keys.number("partial_rotary_factor", places, 1.0)
+    assert share is not None
+    dims = int(head_dim * share)
+    if not 0 < dims <= head_dim or dims % 2:
+        raise keys.wrong(keys.sources["partial_rotary_factor"], share, f"an even part of head_dim ({head_dim})")
+    return dims
+
+
+def _note_partial_rotary(keys: ConfigKeys, place: str) -> None:
     for where in (*keys.backbone("partial_rotary_factor"), f"{place}.partial_rotary_factor"):
         value = keys.at(where)
         if value is not None and value != 1:
-            note = f"{where} = {value!r}: copied from the target; drafts of this family rotate whole heads"
-            if note not in keys.notes:
-                keys.notes.append(note)
+            keys.record.note(f"{where} = {value!r}: copied from the target; drafts of this family rotate whole heads")
 
 
 def _interleaved(keys: ConfigKeys) -> bool:

@@ -77,7 +77,8 @@ class Target:
         Args:
             ids: ``[1, L]`` int.
             caches: from :meth:`make_caches`; written to.
-            taps: layers whose outputs are wanted, 0-based; -1 is the input of layer 0 (scaled, where the model scales).
+            taps: layers whose outputs are wanted, 0-based; -1 is the input of layer 0 (scaled, where the model scales),
+                and the number of layers is the output of the final norm.
 
         Returns:
             Logits ``[1, L, V]`` as the model shapes them, and the tapped hidden states ``[1, L, len(taps) * H]``
@@ -91,16 +92,16 @@ class Target:
             return self.model(ids, cache=caches), None
         installed = self._taps.get(taps)
         if installed is None:
-            layers = self.parts.layers
-            installed = self._taps[taps] = Taps(layers, self._checked(taps))
+            parts = self.parts
+            installed = self._taps[taps] = Taps(parts.layers, parts.norm, self._checked(taps))
         return installed.run(lambda: self.model(ids, cache=caches))
 
     def _checked(self, taps: Sequence[int]) -> tuple[int, ...]:
         for tap in taps:
-            if not EMBEDDING_TAP <= tap < self.num_layers:
+            if not EMBEDDING_TAP <= tap <= self.num_layers:
                 raise PairingError(
                     f"tap layer {tap}: found a target of {self.num_layers} layers ({self.name or self.model_type}), "
-                    f"expected {EMBEDDING_TAP} .. {self.num_layers - 1}"
+                    f"expected {EMBEDDING_TAP} .. {self.num_layers - 1}, or {self.num_layers} for its final norm"
                 )
         return tuple(taps)
 

@@ -109,7 +109,10 @@ def _layer_outputs(kind: str, parts: Parts, calls: Calls, taps: tuple[int, ...])
             )
     outputs = {}
     for tap in {*taps, EMBEDDING_TAP, len(parts.layers) - 1}:
-        entered, left = calls[f"layer {max(tap, 0)}"][0]
+        where = "norm" if tap == len(parts.layers) else f"layer {max(tap, 0)}"
+        if len(calls[where]) != 1:
+            raise unsupported(kind, f"its final norm is called {len(calls[where])} times in one forward, expected once")
+        entered, left = calls[where][0]
         hidden = entered if tap == EMBEDDING_TAP else left[0] if isinstance(left, tuple) else left
         if not isinstance(hidden, mx.array) or hidden.shape != expected:
             found = getattr(hidden, "shape", type(hidden).__name__)

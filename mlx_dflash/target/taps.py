@@ -26,16 +26,18 @@ class Taps:
     One forward at a time: the caught arrays live here between the call and :meth:`run` returning.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], taps: Sequence[int]) -> None:
-        """``taps``: 0-based layer indices, or ``EMBEDDING_TAP``; the caller has checked their range."""
+    def __init__(self, layers: Sequence[nn.Module], norm: nn.Module, taps: Sequence[int]) -> None:
+        """``taps``: 0-based layer indices, ``EMBEDDING_TAP``, or ``len(layers)`` for the output of the final ``norm``;
+        the caller has checked their range."""
         self._caught: list[Any] = [None] * len(taps)
         self._empty = tuple(self._caught)
         slots: dict[int, tuple[list[int], list[int]]] = {}
         for slot, tap in enumerate(taps):
             inputs, outputs = slots.setdefault(max(tap, 0), ([], []))
             (inputs if tap == EMBEDDING_TAP else outputs).append(slot)
+        modules = [*layers, norm]
         self._swaps = [
-            (layers[i], type(layers[i]), _tapping_class(type(layers[i]), self._caught, inputs, outputs))
+            (modules[i], type(modules[i]), _tapping_class(type(modules[i]), self._caught, inputs, outputs))
             for i, (inputs, outputs) in sorted(slots.items())
         ]
 

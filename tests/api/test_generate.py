@@ -17,7 +17,7 @@ import mlx_dflash
 from mlx_dflash import OptionError, UnsupportedError, stream_generate
 from mlx_dflash.cache import positions
 from mlx_dflash.decoding.loop import KVQuantization
-from mlx_dflash.drafts.dflash import DFlashDraft
+from mlx_dflash.drafts.block import BlockDraft
 from mlx_dflash.pair import Pair
 from mlx_dflash.target import Target
 from tests import stub_drafts, tiny_models
@@ -92,7 +92,7 @@ def test_a_draft_read_one_slot_off_stays_below_the_floor(bundled: Any) -> None:
     """R07: predict-at read as predict-next. The text is still the target's; only the acceptance tells."""
     pair, tokenizer = bundled
     draft = pair.draft
-    shifted = DFlashDraft(replace(draft.config, first_row=0), draft.parts, draft.path)
+    shifted = BlockDraft(replace(draft.config, first_row=0), draft.parts, draft.folder)
     off = Pair(pair.target, shifted, end_tokens=pair.end_tokens)
     text = "".join(r.text for r in stream_generate(off, tokenizer, "def fibonacci(", max_tokens=40))
     assert text == "".join(r.text for r in stream_generate(pair, tokenizer, "def fibonacci(", max_tokens=40))

@@ -7,6 +7,8 @@ across rounds, accepted tokens, refusals and bonus tokens alike.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -39,7 +41,7 @@ class TableSession:
     def __init__(self, kind: str) -> None:
         self.kind, self.position = kind, 0
 
-    def commit(self, features: mx.array, position: int) -> None:
+    def commit(self, features: mx.array, position: int, tokens: Sequence[int]) -> None:
         assert position == self.position
         self.position += features.shape[1]
 

@@ -231,7 +231,7 @@ def test_a_failing_verify_leaves_the_caches_as_they_were() -> None:
             return proposal
 
     draft = draft_for("scripted", prompt + expected)
-    draft.open = lambda model, position=0: Broken(draft, position)
+    draft.open = lambda model, position=0, memory=None: Broken(draft, position)
     decoding = start("gemma4", prompt, draft, depth=5, max_tokens=TOKENS)
     committed = []
     with pytest.raises(RuntimeError, match="boom"):
@@ -296,7 +296,7 @@ def test_a_draft_with_logits_that_are_not_finite_is_parked_once_and_the_text_goe
             return type(proposal)(proposal.tokens, finite=overflow)
 
     draft = draft_for("perfect", prompt + expected)
-    draft.open = lambda model, position=0: Overflowing(draft, position)
+    draft.open = lambda model, position=0, memory=None: Overflowing(draft, position)
     result = run("gemma4", prompt, draft, depth=4, max_tokens=TOKENS)
     assert result.tokens == expected
     stats = result.decoding.stats

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_dflash.drafts.config import derived_taps, parse_config
+from mlx_dflash.drafts.config import ignored_keys, parse_config
+from mlx_dflash.drafts.taps import derived_taps
 from mlx_dflash.errors import ConfigError, UnsupportedError
 
 from .make_draft import LAYERS, TAPS, speculators_config, z_lab_config
@@ -16,6 +17,10 @@ FILE = Path("draft") / "config.json"
 
 def parse(config, **facts):
     return parse_config(FILE, config, **facts)
+
+
+def ignored(config):
+    return ignored_keys(parse(config).record, config)
 
 
 def refusal(config, kind=ConfigError, **facts):
@@ -215,8 +220,8 @@ def test_auxiliary_ids_name_the_layer_a_state_enters():
 
 def test_auxiliary_ids_that_contradict_the_listed_taps_are_reported():
     agreeing = z_lab_config(eagle_aux_hidden_state_layer_ids=[tap + 1 for tap in TAPS])
-    assert parse(agreeing).ignored == ()
-    (note,) = parse(z_lab_config(eagle_aux_hidden_state_layer_ids=list(TAPS))).ignored
+    assert ignored(agreeing) == ()
+    (note,) = ignored(z_lab_config(eagle_aux_hidden_state_layer_ids=list(TAPS)))
     assert note.startswith("eagle_aux_hidden_state_layer_ids")
 
 
@@ -267,7 +272,7 @@ def test_partial_rotary_copied_from_the_target_is_ignored_and_said_so(place):
         change = {"rope_theta": None, "rope_parameters": {"rope_theta": 1e4, **change}}
     parsed = parse(z_lab_config(**change))
     assert parsed.layers[0].rope.dims == 16
-    (note,) = parsed.ignored
+    (note,) = parsed.record.notes
     assert "partial_rotary_factor" in note
 
 
@@ -307,7 +312,7 @@ def test_only_z_lab_drafts_scale_their_block_like_the_target():
 
 def test_run_time_knobs_code_names_and_unknown_keys_are_reported_as_ignored():
     nested = {"runtime_block_size": 5, "draft_window_size": 9, "shiny": 1}
-    notes = parse(z_lab_config(auto_map={"AutoModel": "x.Y"}, dflash_config=nested)).ignored
+    notes = ignored(z_lab_config(auto_map={"AutoModel": "x.Y"}, dflash_config=nested))
     assert len(notes) == 4
     for key in ("auto_map", "runtime_block_size = 5", "draft_window_size = 9", "dflash_config.shiny: unknown"):
         assert any(key in note for note in notes)

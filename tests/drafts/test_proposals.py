@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_dflash.drafts.dflash import DFlashDraft
 from mlx_dflash.drafts.registry import load_draft
 
 from .make_draft import VOCAB, features, make_draft, pretend_target, speculators_config, z_lab_config
@@ -73,7 +73,8 @@ def test_one_full_layer_is_enough_to_need_the_whole_block(tmp_path):
 def test_a_short_block_can_be_asked_for(tmp_path):
     session, _ = opened(tmp_path)
     loaded = session.draft
-    short = DFlashDraft(loaded.config, loaded.parts, loaded.path, short_block=True)
+    short = copy.copy(loaded)
+    short.short_block = True
     assert (loaded.block_rows(2), short.block_rows(2)) == (6, 3)
 
 

@@ -51,11 +51,11 @@ def off(a: mx.array, b: mx.array) -> float:
 
 
 def all_taps(target: Target) -> tuple[int, ...]:
-    return tuple(range(-1, target.num_layers))
+    return tuple(range(-1, target.num_layers + 1))
 
 
 def expected_features(target: Target, expected: dict[str, mx.array]) -> mx.array:
-    names = ["embedding", *(f"layer{i}" for i in range(target.num_layers))]
+    names = ["embedding", *(f"layer{i}" for i in range(target.num_layers)), "final_norm"]
     return mx.concatenate([expected[name] for name in names], axis=-1)
 
 
@@ -125,9 +125,11 @@ def test_without_taps_there_are_no_features() -> None:
     assert mx.array_equal(logits, target.model(ids))
 
 
-@pytest.mark.parametrize("tap", [-2, 2, 40])
+@pytest.mark.parametrize("tap", [-2, 3, 40])
 def test_a_tap_on_a_layer_that_does_not_exist_is_refused_with_both_numbers(tap: int) -> None:
     """R20."""
     target = Target(tiny_llama(layers=2), name="tiny")
-    with pytest.raises(PairingError, match=f"tap layer {tap}: found a target of 2 layers .tiny., expected -1 .. 1"):
+    with pytest.raises(
+        PairingError, match=f"tap layer {tap}: found a target of 2 layers .tiny., expected -1 .. 1, or 2"
+    ):
         target.check((0, tap))

@@ -205,7 +205,8 @@ def test_rewinding_forward_or_before_the_start_is_refused(drafts):
 
 
 def bytes_of_a_round(draft, length, rows=1):
-    """Peak bytes beyond what is held, of a proposal and a commit at a context length."""
+    """Peak bytes beyond what is held, of a proposal and a commit at a context length: the most that any round took, as
+    how much of a graph lives at once depends on when the device's threads come round to it."""
     session = opened(draft, [length], features(length))
     mx.eval(*session.arrays())
 
@@ -216,13 +217,18 @@ def bytes_of_a_round(draft, length, rows=1):
         session.commit(features(rows), session.position)
         mx.eval(*session.arrays())
 
+    def taken():
+        mx.synchronize()
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        round_()
+        mx.synchronize()
+        return mx.get_peak_memory() - before
+
     round_()
     round_()
-    mx.clear_cache()
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    round_()
-    return mx.get_peak_memory() - before, sum(array.nbytes for array in session.arrays())
+    return max(taken() for _ in range(5)), sum(array.nbytes for array in session.arrays())
 
 
 def test_a_windowed_draft_costs_the_same_at_any_length(tmp_path):
@@ -230,8 +236,9 @@ def test_a_windowed_draft_costs_the_same_at_any_length(tmp_path):
     config = z_lab_config(layer_types=["sliding_attention"] * 2, sliding_window=64)
     draft = load_draft(make_draft(tmp_path, config), pretend_target())
     (short, held), (long, held_long) = bytes_of_a_round(draft, 128), bytes_of_a_round(draft, 4096)
+    row = held // (64 * 2)  # of one layer
     assert held == held_long
-    assert abs(long - short) <= 0.05 * short + 4096
+    assert long <= short + 512 * row, "some of the 4032 rows that left the window were touched"
 
 
 def test_a_full_draft_never_copies_its_context(tmp_path):

@@ -137,6 +137,7 @@ def test_memory_is_flat_over_many_rounds() -> None:
                 cache.update_and_fetch(*rows(1 + turn % 4))
             speculation.commit(turn % 2)
         mx.eval(cache_arrays(caches))
+        mx.synchronize()
         held.append(mx.get_active_memory())
     assert max(held[30:]) <= max(held[:30]) + LITTLE
 

@@ -41,10 +41,23 @@ TARGETS: dict[str, Callable[[], nn.Module]] = {
 if BEFORE_0_32:
     del TARGETS["chunked"]  # its cache drops rows that the chunk needs, in mlx-lm's own decoding too, and is refused
 
+FOR_GOLDEN: dict[str, Callable[[], nn.Module]] = {
+    "golden": lambda: tiny_models.tiny_llama(layers=12, hidden=64, vocab=256),
+    "golden_sliding": lambda: tiny_models.tiny_llama(
+        layers=12,
+        hidden=64,
+        vocab=256,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 6,
+    ),
+}
+"""Of the width, depth and vocabulary that the checkpoints under ``tests/golden`` were made for, so that each of them
+runs end to end."""
+
 
 @cache
 def target(kind: str) -> Target:
-    return Target(TARGETS[kind](), name=kind)
+    return Target((TARGETS | FOR_GOLDEN)[kind](), name=kind)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

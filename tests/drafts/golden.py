@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+import pytest
 
 from mlx_dflash.drafts.registry import load_draft
 
@@ -89,3 +91,35 @@ class Replayer(Recorder):
         self.rows += list(logits)
         chosen = self.places[start : start + logits.shape[0]]
         return mx.array(chosen, mx.int32), mx.softmax(logits / self.temperature, axis=-1)
+
+
+def committed_rounds(case: Case) -> Iterator[tuple[int, dict[str, Any], Any]]:
+    """``(i, round, session)`` of each of a block drafter's rounds, with the round's context committed. The draft runs a
+    whole block, or a short one where the round does."""
+    session = case.draft.open(case.target)
+    for i, round_ in enumerate(case.meta["rounds"]):
+        features = case.tensors[f"r{i}.target_features"]
+        session.commit(features, round_["start"] - round_["ctx"], [0] * features.shape[1])
+        assert session.position == round_["start"]
+        case.draft.short_block = round_["block"] < case.draft.block_size
+        yield i, round_, session
+
+
+def check_rounds(case: Case, first_row: int) -> None:
+    """Hidden states of every row, logits of the proposing rows along the greedy path, and the greedy proposal."""
+    for i, round_, session in committed_rounds(case):
+        rows, anchor = round_["block"], case.tensors[f"r{i}.anchor"]
+        close(session.block_hidden(anchor, rows), case.tensors[f"r{i}.block_hidden"], HIDDEN)
+        proposal = session.propose(anchor, rows - first_row, None)
+        assert proposal.tokens.tolist() == case.tensors[f"r{i}.tokens"][0].tolist()
+        assert proposal.finite.item()
+
+
+def drawn_paths(*families: str) -> list[Any]:
+    """``(case, temperature)`` of every path that a reference drew by chance."""
+    found = []
+    for case in cases(*families):
+        names = mx.load(str(case / "cases.safetensors"))
+        temperatures = sorted({name.split("temp")[1].removesuffix(".q") for name in names if name.endswith(".q")})
+        found += [pytest.param(case, t, id=f"{case_name(case)}-{t}") for t in temperatures]
+    return found

@@ -20,10 +20,11 @@ from .decoding.depth import FixedDepth
 from .decoding.loop import Decoding, Request
 from .decoding.results import Round, Stats
 from .decoding.text import StopStrings
-from .drafts.registry import load_draft
+from .draft_choice import choose_draft, load_chosen
+from .drafts.loading import LoadOptions
 from .errors import OptionError, UnsupportedError
 from .options import GenerateOptions
-from .pair import NO_DRAFT, Pair, check_can_speculate
+from .pair import Pair
 from .prompts import check_prompt_cache, encode_prompt, held_positions
 from .responses import Clock, GenerationResponse, TokenText
 from .target import Target, end_tokens, load_target
@@ -41,11 +42,12 @@ def load(
     trust_remote_code: bool = False,
     progress: Callable[..., Any] | None = None,
 ) -> tuple[Pair, TokenizerWrapper]:
-    """Load a target and, when one is named, its draft.
+    """Load a target and its draft.
 
     Args:
         target: a local folder, a Hub repository id, or ``None`` for the bundled demonstration pair.
-        draft: likewise; ``None`` loads no draft (the bundled target brings its own).
+        draft: likewise, or a reserved word; ``None`` finds one where one is known for the target (see
+            :mod:`mlx_dflash.known_drafts`), and ``"none"`` does not. Only a draft that was named has to work.
         draft_bits: quantise the draft's linear layers on load, 4 or 8.
         draft_dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; ``None`` keeps the checkpoint's, float16 widened.
         tokenizer_config, adapter_path, lazy, trust_remote_code: as in mlx-lm's ``load``. Code named by a checkpoint is
@@ -64,7 +66,7 @@ def load(
         target, draft = hub.BUNDLED_TARGET, draft or hub.BUNDLED_DRAFT
     target_path = hub.resolve(str(target), role="target", progress=progress, trust_remote_code=trust_remote_code)
     # Both are looked up before either is loaded: a missing draft should not cost the time of loading a target.
-    draft_path = None if draft is None else hub.resolve(str(draft), role="draft", progress=progress)
+    choice = choose_draft(None if draft is None else str(draft), str(target), target_path, progress=progress)
     model, tokenizer, config = load_target(
         target_path,
         name=str(target),
@@ -74,16 +76,15 @@ def load(
         adapter_path=adapter_path,
     )
     wrapped = Target(model, name=str(target), tokenizer=tokenizer)
-    loaded = None
-    if draft_path is not None:
-        check_can_speculate(wrapped)
-        loaded = load_draft(draft_path, wrapped, bits=draft_bits, dtype=draft_dtype, tokenizer=tokenizer)
-    elif draft_bits is not None or draft_dtype is not None:
-        raise OptionError("draft_bits and draft_dtype: found without a draft, expected a draft to apply them to")
-    elif not lazy:
-        wrapped.check_runs()
+    loaded, choice = load_chosen(choice, wrapped, target_path, LoadOptions(draft_bits, draft_dtype, tokenizer))
+    if loaded is None:
+        if draft_bits is not None or draft_dtype is not None:
+            why = f" ({choice.note})" if choice.note else ""
+            raise OptionError(f"draft_bits and draft_dtype: found no draft{why}, expected one to apply them to")
+        if not lazy:
+            wrapped.check_runs()
     ends = end_tokens(tokenizer, config, target_path)
-    return Pair(wrapped, loaded, end_tokens=ends, draft_name=str(draft or "")), tokenizer
+    return Pair(wrapped, loaded, end_tokens=ends, draft_name=choice.name, draft_note=choice.note), tokenizer
 
 
 def generate(
@@ -202,7 +203,7 @@ def _effective_draft(pair: Pair, options: GenerateOptions) -> tuple[Any, Stats]:
     if draft is None:
         if options.depth:
             raise OptionError(f"depth: found {options.depth}, expected a loaded draft to propose with, or no depth")
-        return None, Stats("plain", "plain decoding was asked for" if options.plain else NO_DRAFT)
+        return None, Stats("plain", "plain decoding was asked for" if options.plain else pair.no_draft)
     if options.depth is not None and options.depth > draft.max_depth:
         raise OptionError(
             f"depth: found {options.depth}, expected at most {draft.max_depth} "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -37,7 +37,9 @@ class LoadReport:
     target: TargetReport
     draft: DraftReport | None
     draft_name: str = ""
-    """How the user called the draft."""
+    """How the user called the draft, or the repository of one that was found."""
+    draft_note: str = ""
+    """How a draft that nobody named was found, or why there is none; empty when there is nothing to say."""
 
     def lines(self) -> list[str]:
         """For people: one line a model."""
@@ -53,6 +55,8 @@ class LoadReport:
                 + (f", {d.quantization}" if d.quantization and d.quantization != "none" else "")
             )
             lines += [f"draft, ignored: {what}" for what in d.ignored]
+        if self.draft_note:
+            lines.append(f"no draft: {self.draft_note}" if self.draft is None else f"draft found: {self.draft_note}")
         return lines
 
 
@@ -74,6 +78,7 @@ class Pair:
         *,
         end_tokens: frozenset[int] = frozenset(),
         draft_name: str = "",
+        draft_note: str = "",
     ) -> None:
         """Raises UnsupportedError when there is a draft and the target cannot be rolled back, or its taps or head
         cannot be found. Alone, every target of mlx-lm's decodes plainly."""
@@ -83,7 +88,12 @@ class Pair:
         if draft is not None:
             check_can_speculate(target)
             target.check(draft.tap_layers)
-        self.report = LoadReport(_describe(target), None if draft is None else draft.report, draft_name)
+        self.report = LoadReport(_describe(target), None if draft is None else draft.report, draft_name, draft_note)
+
+    @property
+    def no_draft(self) -> str:
+        """Why a pair without a draft has none."""
+        return f"{NO_DRAFT}: {self.report.draft_note}" if self.report.draft_note else NO_DRAFT
 
     @property
     def has_draft(self) -> bool:
@@ -92,7 +102,7 @@ class Pair:
     def replace_draft(self, draft: Draft) -> None:
         """Swap the draft for the requests that start from now on; running ones keep theirs."""
         self.draft = draft
-        self.report = LoadReport(self.report.target, draft.report, self.report.draft_name)
+        self.report = replace(self.report, draft=draft.report)
 
     def __repr__(self) -> str:
         return f"Pair({'; '.join(self.report.lines()[:2])})"

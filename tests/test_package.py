@@ -36,6 +36,7 @@ def test_the_wheel_holds_the_pair_and_the_kernel_folder(wheel: zipfile.ZipFile) 
             name = file.relative_to(ROOT).as_posix()
             assert wheel.read(name) == file.read_bytes()
     assert "mlx_dflash/metal_kernels/README.md" in names
+    assert "mlx_dflash/data/drafts.json" in names
     tops = {name.split("/")[0] for name in names}
     assert tops == {"mlx_dflash", f"mlx_dflash-{mlx_dflash.__version__}.dist-info"}, "nothing else lands beside it"
 

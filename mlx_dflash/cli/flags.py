@@ -52,7 +52,16 @@ Model = Annotated[
         metavar="NAME",
     ),
 ]
-Draft = Annotated[str | None, _option(_MODELS, "Draft: likewise.", "--draft", "-d", metavar="NAME")]
+Draft = Annotated[
+    str | None,
+    _option(
+        _MODELS,
+        "Draft: likewise. Without it one that is known for the target, if any; none looks for none.",
+        "--draft",
+        "-d",
+        metavar="NAME",
+    ),
+]
 DraftBits = Annotated[int | None, _option(_MODELS, "Quantise the draft on load: 4 or 8.", "--draft-bits", metavar="N")]
 DraftDtype = Annotated[
     str | None,

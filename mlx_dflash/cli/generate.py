@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -14,8 +15,10 @@ import typer
 
 from .. import compare as compare_both
 from .. import load, stream_generate
+from ..draft_choice import NONE
 from ..errors import OptionError
 from ..hub import BUNDLED_TARGET
+from ..known_drafts import drafts_for
 from ..options import GenerateOptions
 from ..pair import Pair
 from ..responses import GenerationResponse
@@ -76,7 +79,7 @@ def generate(
     given = locals()
     if plain and compare:
         raise OptionError("--compare: found together with --plain, expected one of them")
-    if compare and model is not None and draft is None and not _is_bundled(model):
+    if compare and not _may_have_draft(model, draft):
         raise OptionError("--compare: found no --draft, expected one to compare plain decoding with")
     if compare and temp:
         raise OptionError(f"--compare: found --temp {temp:g}, expected greedy decoding; two samples need not be equal")
@@ -141,13 +144,20 @@ def _check(options: dict[str, Any], max_tokens: int) -> None:
         raise OptionError("--depth: found together with --plain, expected one of them")
 
 
+def _may_have_draft(model: str | None, draft: str | None) -> bool:
+    """What can be said before a model is looked for; a folder may bring a draft along."""
+    if draft is not None or model is None or _is_bundled(model):
+        return draft != NONE
+    return bool(drafts_for(model)) or Path(model).expanduser().is_dir()
+
+
 def _is_bundled(model: str | None) -> bool:
     return model in (None, BUNDLED_TARGET)
 
 
 def _load(given: dict[str, Any]) -> tuple[Pair, Any]:
     target = given["model"]
-    draft = None if given["plain"] else given["draft"]
+    draft = NONE if given["plain"] else given["draft"]
     with output.loading("the bundled pair" if target is None else target) as progress:
         return load(
             target,

@@ -45,21 +45,31 @@ class LayerLayout:
 
 
 def read_layout(
-    keys: ConfigKeys, layers: int, head_dim: int, *, speculators: bool, partial_rotary: bool = False
+    keys: ConfigKeys,
+    layers: int,
+    head_dim: int,
+    *,
+    speculators: bool,
+    partial_rotary: bool = False,
+    causal: bool | None = None,
 ) -> tuple[LayerLayout, ...]:
     """One entry a layer.
+
+    Args:
+        partial_rotary: the family's drafts rotate the first dimensions of a head only, and say which part.
+        causal: what the family's blocks are where no key says it; ``None`` leaves it to the keys' precedence.
 
     Raises:
         ConfigError: a layer list of the wrong length, a sliding layer without a window.
         UnsupportedError: an unknown layer type.
     """
     types, windows, everywhere = _windows(keys, layers)
-    causal = _causality(keys, types, windows, everywhere, speculators)
+    flags = _causality(keys, types, windows, everywhere, speculators, causal)
     ropes = {kind: read_rope(keys, kind, head_dim, partial=partial_rotary) for kind in dict.fromkeys(types)}
     # Speculators trains its sliding layers with one window for the whole block; everybody else counts from each row.
     return tuple(
         LayerLayout(window, flag, speculators and window is not None, ropes[kind])
-        for kind, window, flag in zip(types, windows, causal, strict=True)
+        for kind, window, flag in zip(types, windows, flags, strict=True)
     )
 
 
@@ -90,17 +100,44 @@ def _windows(keys: ConfigKeys, layers: int) -> tuple[list[str], list[int | None]
         return types, [window if kind == SLIDING else None for kind in types], False
     if SLIDING not in types:
         return types, [None] * layers, False
+    listed = _listed_windows(keys, types)
+    if listed is not None:
+        return types, listed, False
     window = keys.size("sliding_window", ("sliding_window", *keys.backbone("sliding_window")))
     return types, [window if kind == SLIDING else None for kind in types], False
 
 
+def _listed_windows(keys: ConfigKeys, types: list[str]) -> list[int | None] | None:
+    """``sliding_windows``: one a layer, looked at for sliding layers only; ``None`` when there is no such list."""
+    found = keys.find("sliding_windows", keys.backbone("sliding_windows"))
+    if found is None:
+        return None
+    windows, place = found
+    expected = f"{len(types)} whole numbers above 0, one a layer"
+    if not isinstance(windows, list) or len(windows) != len(types):
+        raise keys.wrong(place, windows, expected)
+    for window, kind in zip(windows, types, strict=True):
+        if kind == SLIDING and (type(window) is not int or window < 1):
+            raise keys.wrong(place, windows, expected)
+    keys.at("sliding_window")  # said once more, for readers of one window
+    return [window if kind == SLIDING else None for window, kind in zip(windows, types, strict=True)]
+
+
 def _causality(
-    keys: ConfigKeys, types: list[str], windows: list[int | None], everywhere: bool, speculators: bool
+    keys: ConfigKeys,
+    types: list[str],
+    windows: list[int | None],
+    everywhere: bool,
+    speculators: bool,
+    family: bool | None = None,
 ) -> list[bool]:
     places = ("is_causal", *(place for place in nested("causal") if "." in place), *nested("dflash_query_causal"))
     stated = keys.boolean("is_causal", places)
     if stated is not None:
         return [stated] * len(types)
+    if family is not None:
+        keys.derived("is_causal", family, "absent: what this family's blocks are")
+        return [family] * len(types)
     if speculators:
         free = keys.boolean("sliding_window_non_causal", ("sliding_window_non_causal",))
         if free is None and SLIDING in types:

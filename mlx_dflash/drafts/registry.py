@@ -11,14 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelNotFoundError, UnsupportedError
-from . import dflash, dflash2, domino, laguna, lilicorr
+from . import dflash, dflash2, domino, laguna, lilicorr, muse
 from .base import Draft, TargetFacts
 from .checkpoint import DraftFolder, open_folder
 from .config import ignored_keys
 from .families import Family, recognise
 from .loading import LoadOptions
 
-FAMILIES: tuple[Family, ...] = (dflash.FAMILY, dflash2.FAMILY, lilicorr.FAMILY, domino.FAMILY, laguna.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    dflash.FAMILY,
+    dflash2.FAMILY,
+    lilicorr.FAMILY,
+    domino.FAMILY,
+    laguna.FAMILY,
+    muse.FAMILY,
+)
 
 RESERVED: dict[str, Family] = {family.reserved: family for family in FAMILIES if family.reserved}
 """Words that name a draft without a folder of its own."""
